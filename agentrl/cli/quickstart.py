@@ -1,0 +1,35 @@
+"""`agentrl quickstart`: a tiny policy learns to use tools, on this machine, in minutes."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from agentrl.cli.output import print_json
+
+
+def quickstart(
+    env: Annotated[str, typer.Option("--env", help="Which ready environment to learn: hunt or courier.")] = "hunt",
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Names the run's random numbers.")] = 0,
+    steps: Annotated[
+        int | None, typer.Option("--steps", min=1, help="Optimizer steps; by default as many as the recipe needs.")
+    ] = None,
+    output_dir: Annotated[
+        Path | None, typer.Option("--output-dir", help="Folder for the episodes and the reward curve.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the result as JSON on stdout, the progress on stderr.")
+    ] = False,
+) -> None:
+    """Train a tiny policy to use tools over several turns: no GPU, no download."""
+    from agentrl.train import quickstart as job  # imports torch: only once the command is known to be well formed
+
+    progress = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
+    with progress:
+        result = job.run(environment=env, seed=seed, max_batches=steps, output_dir=output_dir)
+    if as_json:
+        print_json(result)

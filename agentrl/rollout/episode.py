@@ -1,0 +1,303 @@
+"""One attempt at one episode: reset, sample, call tools, until it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from agentrl.environment import Instance
+from agentrl.errors import ConfigurationError, SamplerError
+from agentrl.rollout.sequences import completion_ids, to_sequences
+from agentrl.tool_schema import Tool, describe_unknown
+from agentrl.types import (
+    Content,
+    Message,
+    Outcome,
+    ParsedCall,
+    ParsedTurn,
+    Prompt,
+    Rollout,
+    SampleOutput,
+    SampleRequest,
+    Sampler,
+    Task,
+    ToolCallRecord,
+    ToolResult,
+    TurnRecord,
+)
+
+if TYPE_CHECKING:
+    from agentrl.render import Renderer
+    from agentrl.rollout.engine import RolloutSettings
+
+
+@dataclass(slots=True)
+class Episode:
+    """The state of one attempt. Lives inside one coroutine; what leaves it is a frozen `Rollout`."""
+
+    task: Task
+    instance: Instance
+    rollout_id: str
+    group_id: str
+    member: int
+    attempt: int
+    seed: tuple[int, int]
+    tools: dict[str, Tool]
+    schemas: list[dict[str, Any]]
+    sampler: Sampler
+    renderer: Renderer | None
+    settings: RolloutSettings
+
+    messages: list[Message] = field(default_factory=list)
+    text: str | None = None  # the prompt, where it is a plain string
+    prompt_length: int = 0  # messages that belong to the prompt
+    turns: list[TurnRecord] = field(default_factory=list)
+    calls: list[ToolCallRecord] = field(default_factory=list)
+    rolled_back: bool = False
+    scored: bool = False
+    reward: float | None = None  # the environment's
+    seconds: dict[str, float] = field(default_factory=lambda: {"reset": 0.0, "sample": 0.0, "tools": 0.0})
+
+    @property
+    def conversation_id(self) -> str:
+        return f"{self.rollout_id}/{self.attempt}"
+
+    # --- the beginning ---
+    async def reset(self, kwargs: dict[str, Any]) -> None:
+        """The environment is at its start and the prompt stands."""
+        started = time.perf_counter()
+        observation = None
+        if self.instance.env is not None:
+            observation = await self.instance.reset(kwargs, self.settings.deadlines.reset_s)
+        self.seconds["reset"] += time.perf_counter() - started
+        prompt = self.task.row.get("prompt")
+        if isinstance(prompt, str) and (self.tools or isinstance(observation, list) or self.renderer is None):
+            prompt = [{"role": "user", "content": prompt}]  # tools can only be shown in a conversation
+        if isinstance(prompt, str):
+            self.text = prompt + (observation or "")  # type: ignore[operator]
+            self.messages = [{"role": "user", "content": self.text}]
+        else:
+            self.messages = _opening(prompt, observation, self)
+        self.prompt_length = len(self.messages)
+
+    def _first_prompt(self) -> list[int] | None:
+        if self.renderer is None:
+            return None
+        if self.text is not None:
+            return self.renderer.text_prompt(self.text)
+        return self.renderer.first(self.messages, self.schemas)
+
+    # --- the turn loop ---
+    async def turns_until_end(self) -> Outcome:
+        """Samples and runs tools until the episode ends; says how it ended."""
+        prompt = self._first_prompt()
+        first_length = len(prompt) if prompt is not None else 0
+        self._check_fits(first_length)
+        held, drift, iterations, limit = prompt, None, 0, self.settings.max_tool_calling_iterations
+        while True:
+            output = await self._sample(held, self._allowance(held, first_length))
+            parsed = self._parse(output)
+            self._record(held, output, parsed, drift)
+            if output.finish_reason == "length":
+                return Outcome.TRUNCATED
+            if not parsed.calls or not self.tools:
+                return Outcome.FINISHED
+            if limit is not None and iterations >= limit:
+                return Outcome.TOOL_LIMIT
+            new_from = len(self.messages)
+            await self._run_calls(parsed.calls)
+            iterations += 1
+            if self.instance.done:
+                return Outcome.ENV_DONE
+            if held is not None:
+                held = [*held, *(output.ids or ())]
+                following = self._next_prompt(held, new_from, first_length)
+                if following is None:
+                    del self.messages[new_from:]
+                    self.rolled_back = True
+                    return Outcome.TRUNCATED
+                held, drift = following.ids, following.drift
+
+    def _check_fits(self, length: int) -> None:
+        context = self.settings.max_context
+        if context is not None and length >= context:
+            raise ConfigurationError(
+                f"The prompt of row {self.task.index} has {length} tokens, but the model sees {context}: "
+                "shorten the prompt or what reset() returns, or use a model with a longer context."
+            )
+
+    def _allowance(self, held: list[int] | None, first_length: int) -> int:
+        """Tokens that this turn may sample; at least 1, because longer prompts were refused before."""
+        budget, length = self.settings.max_completion_length, len(held) if held is not None else 0
+        limits = [] if budget is None else [budget if self.settings.turn_budget else budget - (length - first_length)]
+        if self.settings.max_context is not None:
+            limits.append(self.settings.max_context - length)
+        return max(1, min(limits)) if limits else 1 << 30
+
+    def _next_prompt(self, held: list[int], new_from: int, first_length: int) -> Prompt | None:
+        """The next turn's prompt, or None where it would leave no room to answer: then the result is rolled back."""
+        assert self.renderer is not None
+        budget = None if self.settings.turn_budget else self.settings.max_completion_length
+        ends = [first_length + budget] if budget is not None else []
+        if self.settings.max_context is not None:
+            ends.append(self.settings.max_context)
+        if ends:
+            room = min(ends) - len(held)
+            size = sum(_characters(message["content"]) for message in self.messages[new_from:])
+            if size > max(room, 1) * self.renderer.max_token_chars():
+                return None  # certainly too long: not worth tokenising
+        following = self.renderer.next(held, self.messages, new_from, self.schemas)
+        return None if ends and len(following.ids) >= min(ends) else following
+
+    async def _sample(self, prompt_ids: list[int] | None, max_tokens: int) -> SampleOutput:
+        request = SampleRequest(
+            messages=list(self.messages), tools=self.schemas, prompt_ids=prompt_ids, max_tokens=max_tokens,
+            params=self.settings.sampling, seed=(*self.seed, len(self.turns)), conversation_id=self.conversation_id,
+            stop_ids=self.renderer.stop_ids if self.renderer is not None else (),
+        )  # fmt: skip
+        started = time.perf_counter()
+        try:
+            async with asyncio.timeout(self.settings.deadlines.turn_s):
+                return await self.sampler.sample(request)
+        except TimeoutError as e:
+            raise SamplerError(f"a turn took longer than {self.settings.deadlines.turn_s} s") from e
+        finally:
+            self.seconds["sample"] += time.perf_counter() - started
+
+    def _parse(self, output: SampleOutput) -> ParsedTurn:
+        if self.renderer is not None and output.ids is not None:
+            if self.text is not None:
+                return ParsedTurn({"role": "assistant", "content": self.renderer.decode(output.ids)})
+            return self.renderer.parse(output.ids, self.schemas, start=len(self.calls))
+        if output.message is None:
+            raise SamplerError("the sampler gave neither ids nor a message")
+        return _normalised(output.message)
+
+    def _record(self, held: list[int] | None, output: SampleOutput, parsed: ParsedTurn, drift: Any) -> None:
+        self.messages.append(parsed.message)
+        self.turns.append(
+            TurnRecord(held, output.ids, output.log_probs, parsed.message, output.finish_reason, output.version, drift)
+        )
+
+    # --- tools ---
+    async def _run_calls(self, calls: tuple[ParsedCall, ...]) -> None:
+        """Runs one turn's calls in order; each adds a tool message. After `done` the rest is refused."""
+        for call in calls:
+            result = await self._run_call(call)
+            self.seconds["tools"] += result.seconds
+            self.calls.append(
+                ToolCallRecord(
+                    len(self.turns) - 1, call.id, call.name, call.arguments, result.content, result.error, result.seconds
+                )
+            )
+            self.messages.append(
+                {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": result.content}
+            )
+
+    async def _run_call(self, call: ParsedCall) -> ToolResult:
+        if call.error is not None:
+            return ToolResult(call.error, "malformed")
+        if self.instance.done:
+            return ToolResult("The episode is over; this call was not run.", "episode_over")
+        tool = self.tools.get(call.name)
+        if tool is None:
+            return ToolResult(describe_unknown(call.name, self.tools), "unknown_tool")
+        return await self.instance.call(tool, call.arguments, self.settings.deadlines.tool_s)
+
+    # --- the end ---
+    async def score(self) -> None:
+        """The environment's own reward is known, if it has one."""
+        if self.instance.env is None or not callable(getattr(self.instance.env, "get_reward", None)):
+            return
+        started = time.perf_counter()
+        self.reward = await self.instance.reward(self.settings.deadlines.reward_s)
+        self.scored = True
+        self.seconds["reward"] = time.perf_counter() - started
+
+    def finish(self, outcome: Outcome, error: str | None, total: float) -> Rollout:
+        """The attempt as a frozen record; a failed one keeps its turns for reading but has nothing to train."""
+        turns = tuple(self.turns)
+        self.seconds["total"] = total
+        after = self.messages[self.prompt_length :]
+        return Rollout(
+            id=self.rollout_id, group_id=self.group_id, member=self.member, task=self.task,
+            environment=self.instance.name if self.instance.env is not None else None,
+            prompt=self.text if self.text is not None else self.messages[: self.prompt_length],
+            messages=self.messages,
+            completion="".join(str(message["content"]) for message in after) if self.text is not None else after,
+            completion_ids=completion_ids(turns), turns=turns,
+            sequences=() if outcome.failed else tuple(to_sequences(turns)),
+            tool_calls=tuple(self.calls), outcome=outcome, error=error, attempts=self.attempt,
+            truncated=outcome is Outcome.TRUNCATED, seconds=self.seconds,
+            rewards={self.instance.name: self.reward} if self.scored and not outcome.failed else {},
+        )  # fmt: skip
+
+
+def _opening(prompt: list[Message] | None, observation: Content | None, episode: Episode) -> list[Message]:
+    """The first messages: the row's prompt with what `reset` returned at the end of its last user message."""
+    messages = copy.deepcopy(list(prompt)) if prompt is not None else []
+    if observation is None:
+        if not messages:
+            name = episode.instance.name
+            raise ConfigurationError(
+                f"Row {episode.task.index} has no prompt and {name}.reset() returned None: one of them must say what to do."
+            )
+        return messages
+    last = next((message for message in reversed(messages) if message.get("role") == "user"), None)
+    if last is None:
+        return [*messages, {"role": "user", "content": observation}]
+    before = last.get("content") or ""
+    if isinstance(before, str) and isinstance(observation, str):
+        last["content"] = before + observation
+    else:
+        last["content"] = _blocks(before) + _blocks(observation)
+    return messages
+
+
+def _blocks(content: Content) -> list[dict[str, Any]]:
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}] if content else []
+    return list(content)
+
+
+def _characters(content: Content) -> int:
+    if isinstance(content, str):
+        return len(content)
+    return sum(len(block.get("text", "")) for block in content)
+
+
+def _normalised(message: Message) -> ParsedTurn:
+    """A message that came without ids, in the shape that parsing gives: role and content set, well-formed calls only."""
+    calls = read_calls(message)
+    shaped = {"role": "assistant", "content": message.get("content") or ""}
+    shaped |= {key: value for key, value in message.items() if key not in ("role", "content", "tool_calls")}
+    fine = [call for call in calls if call.error is None]
+    if fine:
+        shaped["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in fine
+        ]
+    return ParsedTurn(shaped, calls)
+
+
+def read_calls(message: Message) -> tuple[ParsedCall, ...]:
+    """The calls of a message that came without ids, in OpenAI's shape; arguments may be a dict or JSON text."""
+    calls = []
+    for index, call in enumerate(message.get("tool_calls") or ()):
+        function = call.get("function", call)
+        name, arguments = str(function.get("name", "")), function.get("arguments") or {}
+        error = None
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except json.JSONDecodeError as e:
+                arguments, error = {}, f"Error: the arguments of '{name}' are not valid JSON: {e}."
+        if not isinstance(arguments, dict):
+            error = f"Error: the arguments of '{name}' must be a JSON object, not {type(arguments).__name__}."
+            arguments = {}
+        calls.append(ParsedCall(call.get("id") or f"call_{index}", name, arguments, error))
+    return tuple(calls)

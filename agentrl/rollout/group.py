@@ -1,0 +1,113 @@
+"""The rollouts of one task, played side by side and scored together."""
+
+from __future__ import annotations
+
+import asyncio
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from agentrl.rollout.engine import RolloutEngine
+from agentrl.rollout.scoring import Scorer
+from agentrl.types import Rollout, RolloutGroup, Task
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlan:
+    """A group to play: its task, its size and a name that no other group of the run has."""
+
+    id: str
+    task: Task
+    size: int
+
+
+class _Warned:
+    start_states = False
+
+
+async def run_group(
+    engine: RolloutEngine, scorer: Scorer, plan: GroupPlan, *, trainer_state: Any = None,
+    slots: asyncio.Semaphore | None = None,
+) -> RolloutGroup:  # fmt: skip
+    """Plays `plan.size` rollouts of one task and scores the survivors together.
+
+    A member that failed stays in the group, unscored, so that every reader sees it; the others keep their
+    baseline. Where fewer than `min_survivors` of several are left, the group is marked dropped.
+    """
+    pool = engine.pool_of(plan.task)
+
+    async def one(member: int):
+        async with slots or _NoLimit():
+            return await engine.play(
+                plan.task, rollout_id=f"{plan.id}.{member}", group_id=plan.id, member=member
+            )
+
+    members = [asyncio.ensure_future(one(member)) for member in range(plan.size)]
+    try:
+        played = await asyncio.gather(*members)
+    except BaseException:
+        for member in members:
+            member.cancel()
+        for done in await asyncio.gather(*members, return_exceptions=True):
+            if isinstance(done, tuple):
+                pool.release(done[1], healthy=False)
+        raise
+    try:
+        alive = [i for i, (rollout, _) in enumerate(played) if not rollout.outcome.failed]
+        rollouts = [rollout for rollout, _ in played]
+        metrics: dict[str, list[float]] = {}
+        if alive:
+            instances = [played[i][1].env for i in alive] if played[0][1].env is not None else None
+            scored, metrics = await scorer.score([rollouts[i] for i in alive], instances, trainer_state)
+            for i, rollout in zip(alive, scored, strict=True):
+                rollouts[i] = rollout
+    finally:
+        for rollout, instance in played:
+            pool.release(instance, healthy=not rollout.outcome.failed)
+    dropped = len(alive) < min(engine.settings.min_survivors, plan.size)
+    metrics["rollout/start_state_mismatch"] = [float(_start_states_differ(rollouts, alive, pool.name))]
+    return RolloutGroup(plan.id, plan.task, tuple(rollouts), dropped, metrics)
+
+
+def _start_states_differ(rollouts: Sequence[Rollout], alive: Sequence[int], name: str) -> bool:
+    prompts = [rollouts[i].prompt for i in alive]
+    differ = any(prompt != prompts[0] for prompt in prompts[1:])
+    if differ and not _Warned.start_states:
+        _Warned.start_states = True
+        warnings.warn(
+            f"Rollouts of one group began differently in {name}: the baseline compares different tasks. "
+            "Derive the start state from the `seed` that reset() can take.",
+            stacklevel=2,
+        )
+    return differ
+
+
+class _NoLimit:
+    async def __aenter__(self) -> None: ...
+
+    async def __aexit__(self, *error: object) -> None: ...
+
+
+async def run_groups(
+    engine: RolloutEngine, scorer: Scorer, plans: Sequence[GroupPlan], *, trainer_state: Any = None
+) -> list[RolloutGroup]:
+    """Plays several groups at once, at most `max_concurrent` rollouts at a time; the first error ends all."""
+    slots = asyncio.Semaphore(engine.settings.max_concurrent)
+    tasks = [
+        asyncio.ensure_future(run_group(engine, scorer, plan, trainer_state=trainer_state, slots=slots))
+        for plan in plans
+    ]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
+def with_advantages(group: RolloutGroup, advantages: Sequence[float]) -> RolloutGroup:
+    """The group with one advantage per member."""
+    pairs = zip(group.rollouts, advantages, strict=True)
+    return replace(group, rollouts=tuple(replace(rollout, advantage=a) for rollout, a in pairs))

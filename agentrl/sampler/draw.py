@@ -1,0 +1,101 @@
+"""From logits to ids: the distribution that sampling parameters describe, and drawing from it.
+
+Shapes: B rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+
+from agentrl.types import SamplingParams
+
+_BLOCK = 32  # uniform numbers drawn at a time; any size gives the same stream
+
+
+def uniforms(seed: Sequence[int]) -> Iterator[float]:
+    """An endless stream of uniform numbers in [0, 1), named by `seed` alone.
+
+    The stream comes from a counter-based generator, so a turn needs no state from the turns before it.
+
+    >>> first, again, other = uniforms((1, 2)), uniforms((1, 2)), uniforms((1, 3))
+    >>> a, b, c = next(first), next(again), next(other)
+    >>> a == b, a == c
+    (True, False)
+    """
+    words = [number & (2**64 - 1) for number in seed]  # SeedSequence refuses negative numbers
+    generator = np.random.Generator(np.random.Philox(np.random.SeedSequence(words)))
+    while True:
+        yield from generator.random(_BLOCK).tolist()
+
+
+def log_probs(logits_BV: torch.Tensor, params: SamplingParams, seen_BV: torch.Tensor | None = None) -> torch.Tensor:
+    """Log-probs [B, V] of the distribution that `params` describe: minus infinity for ids that cannot be drawn.
+
+    The order is the one of transformers: repetition penalty, temperature, top-k, top-p, min-p. At temperature 0 the
+    answer is the distribution at temperature 1, without the filters, of which the drawing takes the best.
+
+    Args:
+        logits_BV: Float32.
+        params: The same for all rows.
+        seen_BV: True for ids that are in the row already; only used with a repetition penalty.
+    """
+    if params.repetition_penalty != 1.0 and seen_BV is not None:
+        penalty = params.repetition_penalty
+        logits_BV = torch.where(
+            seen_BV, torch.where(logits_BV < 0, logits_BV * penalty, logits_BV / penalty), logits_BV
+        )
+    if params.temperature == 0:
+        return torch.log_softmax(logits_BV, dim=-1)
+    if params.temperature != 1.0:
+        logits_BV = logits_BV / params.temperature
+    if 0 < params.top_k < logits_BV.shape[-1]:
+        least_B1 = logits_BV.topk(params.top_k, dim=-1).values[:, -1:]
+        logits_BV = logits_BV.masked_fill(logits_BV < least_B1, -torch.inf)
+    if params.top_p < 1.0:
+        logits_BV = _top_p(logits_BV, params.top_p)
+    if params.min_p:
+        probs_BV = logits_BV.softmax(dim=-1)
+        floor_B1 = params.min_p * probs_BV.amax(dim=-1, keepdim=True)
+        logits_BV = logits_BV.masked_fill(probs_BV < floor_B1, -torch.inf)
+    return torch.log_softmax(logits_BV, dim=-1)
+
+
+def _top_p(logits_BV: torch.Tensor, top_p: float) -> torch.Tensor:
+    """The smallest set of best ids whose probability reaches `top_p`; the best id always stays."""
+    ascending_BV, order_BV = logits_BV.sort(dim=-1)
+    drop_BV = ascending_BV.softmax(dim=-1).cumsum(dim=-1) <= 1.0 - top_p
+    drop_BV[:, -1] = False
+    return logits_BV.masked_fill(torch.zeros_like(drop_BV).scatter(1, order_BV, drop_BV), -torch.inf)
+
+
+def draw(log_probs_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:
+    """Ids [B]: the inverse of each row's cumulative distribution at its uniform number.
+
+    An id of probability zero is never drawn.
+
+    >>> draw(torch.tensor([[0.25, 0.0, 0.75]] * 3).log(), torch.tensor([0.0, 0.24, 0.25])).tolist()
+    [0, 0, 2]
+    """
+    # Apple's GPUs have no float64; float32 is accurate enough, at a vocabulary's width, to draw fairly.
+    dtype = torch.float32 if log_probs_BV.device.type == "mps" else torch.float64
+    cumulative_BV = log_probs_BV.exp().cumsum(dim=-1, dtype=dtype)
+    total_B1 = cumulative_BV[:, -1:]
+    # The sum is not exactly 1, and u * total can round up to total, beyond the last id that has probability.
+    below_B1 = torch.nextafter(total_B1, torch.zeros_like(total_B1))
+    target_B1 = torch.minimum(uniform_B.to(dtype)[:, None] * total_B1, below_B1)
+    return torch.searchsorted(cumulative_BV, target_B1, right=True)[:, 0]
+
+
+def sample(
+    logits_BV: torch.Tensor,
+    params: SamplingParams,
+    uniform_B: torch.Tensor,
+    seen_BV: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The drawn ids [B] and their log-probs [B], for rows that share their parameters."""
+    log_probs_BV = log_probs(logits_BV, params, seen_BV)
+    ids_B = log_probs_BV.argmax(dim=-1) if params.temperature == 0 else draw(log_probs_BV, uniform_B)
+    return ids_B, log_probs_BV.gather(1, ids_B[:, None])[:, 0]

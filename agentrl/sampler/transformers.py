@@ -1,0 +1,327 @@
+"""Samples from a transformers model in this process: continuous batching, and a cache that lives between turns."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+
+from agentrl.errors import ConfigurationError, SamplerError
+from agentrl.sampler.admission import Feed, admit
+from agentrl.sampler.draw import uniforms
+from agentrl.sampler.runner import ModelRunner
+from agentrl.sampler.slots import Row, SlotTable, Turn
+from agentrl.types import SampleOutput, SampleRequest
+
+_T = TypeVar("_T")
+_MAX_WAIT = 32  # decode steps after which a waiting turn is admitted however many others decode
+
+
+class TransformersSampler:
+    """A policy that is a transformers causal language model in this process.
+
+    Requests of all conversations share each forward. A conversation's keys and values are kept until `release`, so a
+    turn feeds only the tokens that are new since its last turn; identical first prompts are fed once. Ids are drawn
+    from streams named by `SampleRequest.seed`: what else is in the batch does not change them (up to float noise).
+
+    Forwards run on the event loop while they are quicker than `inline_below_s`, else on one thread of the sampler's.
+    Successive event loops may use the same sampler. The caller does not change weights while a turn is in flight on
+    that thread, and calls `publish` after changing them.
+
+    Args:
+        model: A causal language model, or a `peft` model around one. Where its layers are not plain attention (linear
+            attention, state spaces, ALiBi), nothing is cached and every token is a forward of whole sequences.
+        tokenizer: Accepted for the same call as other samplers; only its length is checked against the model.
+        max_slots: Most conversations in the cache. More that decode at once wait; idle ones make room, oldest first.
+        inline_below_s: Seconds a forward may hold up the event loop.
+        admit_fraction: While N rows decode, new turns wait until there are `admit_fraction * N` of them.
+        max_forward_tokens: Most tokens in one forward, padding included; longer prompts are fed in parts.
+        max_context: Longest sequence; default: what the model's config says.
+        autocast_dtype: Forwards run under `torch.autocast` of this dtype.
+        version: Of the weights at first.
+
+    Raises:
+        ConfigurationError: The model cannot be sampled from here.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        *,
+        max_slots: int = 1024,
+        inline_below_s: float = 0.02,
+        admit_fraction: float = 0.25,
+        max_forward_tokens: int = 8192,
+        max_context: int | None = None,
+        autocast_dtype: torch.dtype | None = None,
+        version: int = 0,
+    ) -> None:
+        if max_slots < 1 or max_forward_tokens < 1:
+            raise ConfigurationError(
+                f"max_slots and max_forward_tokens are at least 1; got {max_slots} and {max_forward_tokens}."
+            )
+        self.runner = ModelRunner(model, max_forward_tokens, max_context, autocast_dtype)
+        if tokenizer is not None and len(tokenizer) > self.runner.vocabulary:
+            raise ConfigurationError(
+                f"The tokenizer has {len(tokenizer)} ids and the model's embedding {self.runner.vocabulary}; call "
+                "model.resize_token_embeddings(len(tokenizer))."
+            )
+        self.model = model
+        self.inline_below_s = inline_below_s
+        self.admit_fraction = admit_fraction
+        self.version = version
+        self.shared_tokens = 0  # prompt tokens copied from another conversation instead of fed
+        self.decoded_tokens = 0  # ids drawn
+        self._table = SlotTable(max_slots)
+        self._waiting: list[Turn] = []
+        self._active: list[Row] = []  # in slot order: the row at i is in slot i
+        self._stale: str | None = None  # "publish" or "reset": what the next step does first
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._seconds: dict[str, float] = {}  # per unit of work, a moving average
+
+    # --- the door ---
+    async def sample(self, request: SampleRequest) -> SampleOutput:
+        """One turn drawn from the model.
+
+        Raises:
+            SamplerError: The prompt does not fit the model, or the forward failed (its error is the cause).
+        """
+        turn = self._accept(request)
+        self._waiting.append(turn)
+        if self._task is None or self._task.done():
+            self._task = turn.future.get_loop().create_task(self._drive(), name="agentrl-sampler")
+        try:
+            return await turn.future
+        finally:
+            turn.cancelled = True  # done, or nobody waits for it any more
+
+    def release(self, conversation_id: str) -> None:
+        """Nothing is held for this conversation any more."""
+        row = self._table.by_conversation.get(conversation_id)
+        if row is None:
+            return
+        if row.turn is None:
+            self._table.drop(row)
+        else:
+            self._fail([row.turn], SamplerError(f"Conversation '{conversation_id}' was released while it was sampled."))
+
+    def publish(self, version: int) -> None:
+        """The weights are new: later ids are drawn from them alone, and turns that start now carry `version`.
+
+        A turn in flight is fed again under the new weights and keeps its older version.
+        """
+        self.version = version
+        self._invalidate("publish")
+
+    def reset(self) -> None:
+        """No conversation is cached, and the cache's memory is given back. Turns in flight go on."""
+        self._invalidate("reset")
+
+    def close(self) -> None:
+        """The sampler's thread is gone and its memory given back; it may be used again."""
+        self._abandon()
+        if self._thread is not None:
+            self._thread.shutdown(wait=True)
+            self._thread = None
+
+    @property
+    def prefilled_tokens(self) -> int:
+        """Prompt tokens fed to the model so far, padding not counted."""
+        return self.runner.prefilled_tokens
+
+    @property
+    def forwards(self) -> int:
+        """Forwards of the model so far."""
+        return self.runner.forwards
+
+    def _accept(self, request: SampleRequest) -> Turn:
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            self._abandon()  # an earlier loop ended; nobody waits for its turns
+            self._loop = loop
+        prompt = request.prompt_ids
+        if not prompt:
+            raise SamplerError("TransformersSampler needs prompt ids; give the engine a renderer with a tokenizer.")
+        if request.max_tokens < 1:
+            raise SamplerError(f"max_tokens is {request.max_tokens}; a turn needs at least 1.")
+        if (context := self.runner.context) is not None and len(prompt) >= context:
+            raise SamplerError(
+                f"The prompt has {len(prompt)} tokens and the model's context {context}: no room for an answer. "
+                "Shorten the prompt or the episode."
+            )
+        end = len(prompt) + request.max_tokens
+        end = end if context is None else min(end, context)
+        return Turn(request, loop.create_future(), list(prompt), len(prompt), end, uniforms(request.seed), self.version)
+
+    # --- the loop's one task ---
+    async def _drive(self) -> None:
+        """Steps until nobody waits: admit, then one token for every active row."""
+        try:
+            with self._evaluating():
+                while True:
+                    self._tidy()
+                    if not self._waiting and not self._active:
+                        return
+                    ended = 0
+                    if feeds := self._admit():
+                        ended += await self._step("feed", sum(len(feed.new) for feed in feeds), feeds)
+                    if self._active:
+                        ended += await self._step("decode", 1, None)
+                    # Inline tools answer, and their conversations come back, before the next step.
+                    for _ in range(3 if ended else 1):
+                        await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            self._abandon()
+            raise
+        except Exception as error:  # a fault of ours: nobody may wait for ever
+            failure = SamplerError(f"The sampler stopped: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            self._fail(self._waiting + [row.turn for row in self._active if row.turn is not None], failure)
+            self._abandon()
+
+    async def _step(self, kind: str, units: int, feeds: list[Feed] | None) -> int:
+        """One forward's worth: the tokens are drawn and handed out. Answers how many turns ended."""
+        rows = self._active if feeds is None else [feed.row for feed in feeds]
+        turns = [row.turn for row in rows if row.turn is not None]
+        moves = self._table.take_moves()
+        try:
+            if feeds is None:
+                ids, log_probs = await self._run(kind, units, lambda: self.runner.decode(turns, moves))
+            else:
+                ids, log_probs = await self._run(kind, units, lambda: self.runner.feed(feeds, moves))
+        except Exception as error:
+            failure = SamplerError(f"The model's forward failed: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            self._fail(turns, failure)
+            self._invalidate("publish", now=True)  # rows may be half moved
+            return len(turns)
+        if feeds is not None:
+            self._active = self._active + rows
+            for row, turn in zip(rows, turns, strict=True):
+                row.length = len(turn.held) - 1  # `_absorb` counts the last one
+        self.decoded_tokens += len(ids)
+        return self._absorb(rows, turns, ids, log_probs)
+
+    def _absorb(self, rows: list[Row], turns: list[Turn], ids: list[int], log_probs: list[float]) -> int:
+        """Every turn holds its new token; those that ended are answered and their rows rest."""
+        ended = 0
+        for row, turn, token, log_prob in zip(rows, turns, ids, log_probs, strict=True):
+            held = turn.held
+            held.append(token)
+            turn.log_probs.append(log_prob)
+            row.length += 1
+            if token in turn.request.stop_ids:
+                reason = "stop"
+            elif len(held) >= turn.end:
+                reason = "length"
+            else:
+                continue
+            ended += 1
+            if not turn.future.done():
+                drawn = held[turn.prompt_length :]
+                turn.future.set_result(SampleOutput(drawn, turn.log_probs, reason, turn.version))
+            self._table.rest(row)
+        if ended:
+            self._active = self._table.compact(len(self._active))
+        return ended
+
+    def _tidy(self) -> None:
+        """Published weights are heeded, and turns that nobody waits for are gone."""
+        if self._stale is not None:
+            self._invalidate(self._stale, now=True)
+        if any(turn.cancelled for turn in self._waiting):
+            self._waiting = [turn for turn in self._waiting if not turn.cancelled]
+        gone = [row for row in self._active if row.turn is not None and row.turn.cancelled]
+        if gone:
+            for row in gone:
+                row.turn = None
+                self._table.drop(row)
+            self._active = self._table.compact(len(self._active))
+
+    def _admit(self) -> list[Feed]:
+        """The turns that start now, their rows in place behind the active ones; empty when it is better to wait."""
+        active = len(self._active)
+        if not self._waiting:
+            return []
+        if active:
+            enough = len(self._waiting) >= max(1, int(self.admit_fraction * active))
+            self._waiting[0].waited += 1
+            if not enough and self._waiting[0].waited < _MAX_WAIT:
+                return []
+        admission = admit(self._waiting, active, self._table, self.runner.vocabulary)
+        self._waiting = admission.later
+        for turn, why in admission.refused:
+            self._fail([turn], SamplerError(why))
+        self.shared_tokens += admission.shared_tokens
+        return admission.feeds
+
+    # --- states ---
+    def _invalidate(self, why: str, *, now: bool = False) -> None:
+        """Nothing cached is used any more; turns in flight wait to be fed again."""
+        if not now and self._task is not None and not self._task.done():
+            self._stale = "reset" if "reset" in (why, self._stale) else why
+            return
+        self._stale = None
+        again = [row.turn for row in self._active if row.turn is not None and not row.turn.future.done()]
+        self._active = []
+        self._table.clear()
+        self._waiting = again + self._waiting
+        if why == "reset":
+            self.runner.free()
+
+    def _fail(self, turns: list[Turn], error: SamplerError) -> None:
+        for turn in turns:
+            turn.cancelled = True
+            if not turn.future.done():
+                turn.future.set_exception(error)
+
+    def _abandon(self) -> None:
+        """Nobody is answered, and nothing is cached: the loop that waited is over."""
+        turns = self._waiting + [row.turn for row in self._active if row.turn is not None]
+        for turn in turns:
+            if not turn.future.done() and not turn.future.get_loop().is_closed():
+                turn.future.cancel()
+        self._waiting, self._active, self._task, self._stale = [], [], None, None
+        self._table.clear()
+
+    # --- where forwards run ---
+    async def _run(self, kind: str, units: int, work: Callable[[], _T]) -> _T:
+        """The work's result; the event loop goes on meanwhile, unless the work is expected to be quick."""
+        expected = self._seconds.get(kind, float("inf")) * units
+        began = time.perf_counter()
+        if expected < self.inline_below_s:
+            result = work()
+        else:
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, thread_name_prefix="agentrl-sampler")
+            running = self._thread.submit(work)
+            try:
+                result = await asyncio.wrap_future(running)
+            except asyncio.CancelledError:
+                # The tensors are the thread's until it is done, and a forward cannot be interrupted.
+                if not running.cancel():
+                    running.exception()
+                raise
+        took = (time.perf_counter() - began) / units
+        self._seconds[kind] = took if kind not in self._seconds else 0.7 * self._seconds[kind] + 0.3 * took
+        return result
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """The model is in eval mode, each module back in its own mode afterwards."""
+        training = [module for module in self.model.modules() if module.training]
+        for module in training:
+            module.training = False
+        try:
+            yield
+        finally:
+            for module in training:
+                module.training = True

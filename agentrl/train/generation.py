@@ -1,0 +1,137 @@
+"""The generation phase: play and score this rank's groups, share what training needs, compute advantages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+
+from agentrl.errors import RunStopped
+from agentrl.objective import Advantages, group_advantages
+from agentrl.rollout.failures import describe
+from agentrl.rollout.group import GroupPlan, with_advantages
+from agentrl.train.rows import TrainItem
+from agentrl.types import Rollout, RolloutGroup, TrainingSequence
+
+PlayGroups = Callable[[Sequence[GroupPlan]], list[RolloutGroup]]
+
+
+@dataclass(frozen=True, slots=True)
+class SharedRollout:
+    """What every rank needs to know of a rollout, wherever it was played."""
+
+    sequences: tuple[TrainingSequence, ...]
+    rewards: dict[str, float | None]
+    reward: float | None
+    truncated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Cycle:
+    """One generation batch of N rollouts, in group order."""
+
+    groups: tuple[RolloutGroup, ...]  # those that this rank played, with advantages
+    items: tuple[TrainItem, ...]  # [N] of all ranks
+    advantages: Advantages
+    shared: tuple[SharedRollout, ...]  # [N]
+
+
+@dataclass(frozen=True, slots=True)
+class AdvantageSettings:
+    """How rewards become advantages."""
+
+    scale: str
+    aggregation: str
+    weights: dict[str, float]  # by reward source, in order
+    mask_truncated: bool
+
+
+def play_cycle(
+    plans: Sequence[GroupPlan], play: PlayGroups, settings: AdvantageSettings, rank: int, world: int
+) -> Cycle:
+    """Plays every `world`-th plan on this rank and returns the whole batch, the same on all ranks.
+
+    A group that was dropped, a rollout that failed and one that nobody scored have advantage 0, are out of every mean
+    and std, and train nothing.
+
+    Raises:
+        RunStopped: No rollout of the batch survived.
+    """
+    mine = play(plans[rank::world])
+    shared = _gather(mine, plans, rank, world)
+    flat = [rollout for group in shared for rollout in group]
+    if all(rollout.reward is None and not rollout.sequences for rollout in flat):
+        raise RunStopped(_nothing_survived(mine))
+    sizes = [len(group) for group in shared]
+    group_N = torch.repeat_interleave(torch.arange(len(shared)), torch.tensor(sizes))
+    advantages = group_advantages(
+        _reward_matrix(flat, list(settings.weights)),
+        group_N,
+        weights_K=torch.tensor(list(settings.weights.values()), dtype=torch.float64),
+        scale=settings.scale,  # type: ignore[arg-type]
+        aggregation=settings.aggregation,  # type: ignore[arg-type]
+    )
+    values = advantages.advantages_N.tolist()
+    items = [
+        TrainItem(
+            index=i, sequences=rollout.sequences, advantage=values[i],
+            active=rollout.reward is not None and not (rollout.truncated and settings.mask_truncated),
+        )
+        for i, rollout in enumerate(flat)
+    ]  # fmt: skip
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    mine = [
+        with_advantages(group, values[starts[i] : starts[i] + sizes[i]])
+        for group, i in zip(mine, range(rank, len(plans), world), strict=True)
+    ]
+    return Cycle(tuple(mine), tuple(items), advantages, tuple(flat))
+
+
+def _gather(
+    mine: Sequence[RolloutGroup], plans: Sequence[GroupPlan], rank: int, world: int
+) -> list[list[SharedRollout]]:
+    """Every group's shared rollouts in the order of the plans."""
+    numbered = [(i, [_share(r, group.dropped) for r in group.rollouts])
+                for group, i in zip(mine, range(rank, len(plans), world), strict=True)]  # fmt: skip
+    everyone = gather_object(numbered) if world > 1 else numbered
+    return [rollouts for _, rollouts in sorted(everyone, key=lambda pair: pair[0])]
+
+
+def _share(rollout: Rollout, dropped: bool) -> SharedRollout:
+    if dropped or rollout.outcome.failed:
+        return SharedRollout((), {}, None, rollout.truncated)
+    return SharedRollout(rollout.sequences, rollout.rewards, rollout.reward, rollout.truncated)
+
+
+def _reward_matrix(flat: Sequence[SharedRollout], names: Sequence[str]) -> torch.Tensor:
+    """[N, K] float64 with NaN where a source gave nothing."""
+    rows = [[_or_nan(rollout.rewards.get(name)) for name in names] for rollout in flat]
+    return torch.tensor(rows, dtype=torch.float64).view(len(flat), len(names))
+
+
+def _or_nan(value: float | None) -> float:
+    return float("nan") if value is None else float(value)
+
+
+def _nothing_survived(groups: Sequence[RolloutGroup]) -> str:
+    for group in groups:
+        for rollout in group.rollouts:
+            if rollout.outcome.failed:
+                return describe(rollout, rollout.environment or "none", "All rollouts of a generation batch")
+    return "No rollout of a generation batch had a reward: every reward function returned None."
+
+
+def with_tensors(item: TrainItem, **tensors: torch.Tensor | None) -> TrainItem:
+    """The item with its log-prob tensors."""
+    return replace(item, **tensors)  # type: ignore[arg-type]
+
+
+def recorded_log_probs(item: TrainItem) -> torch.Tensor:
+    """[N] the sampler's log-probs of the item's trained tokens, as recorded."""
+    values: list[Any] = []
+    for s in item.sequences:
+        values += [lp for lp, mask in zip(s.old_log_probs, s.completion_mask, strict=True) if mask]
+    return torch.tensor(values, dtype=torch.float32)

@@ -1,0 +1,162 @@
+"""What a trainer is given, made ready: model, tokenizer, reference, environments, tools, reward functions."""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from agentrl.errors import ConfigurationError, MissingDependency
+from agentrl.pool import EnvironmentPool
+from agentrl.registry import resolve
+from agentrl.rollout.scoring import RewardSource, name_sources
+from agentrl.tool_schema import Tool, build_tool
+from agentrl.train.config import GRPOConfig
+
+
+def init_kwargs(args: GRPOConfig) -> dict[str, Any]:
+    """`model_init_kwargs` as a dict."""
+    given = args.model_init_kwargs or {}
+    return dict(json.loads(given) if isinstance(given, str) else given)
+
+
+def load_model(model: str | PreTrainedModel, args: GRPOConfig, quantization_config: Any = None) -> Any:
+    """The model; a string is loaded in float32 unless `model_init_kwargs` names a dtype.
+
+    Raises:
+        ConfigurationError: Neither a string nor a causal language model.
+    """
+    if isinstance(model, (str, Path)):
+        kwargs = {"dtype": torch.float32, "trust_remote_code": args.trust_remote_code} | init_kwargs(args)
+        if isinstance(kwargs["dtype"], str) and kwargs["dtype"] != "auto":
+            kwargs["dtype"] = getattr(torch, kwargs["dtype"])
+        if quantization_config is not None:
+            kwargs["quantization_config"] = quantization_config
+        return AutoModelForCausalLM.from_pretrained(str(model), **kwargs)
+    if quantization_config is not None:
+        warnings.warn("quantization_config is ignored: the model is already loaded.", stacklevel=3)
+    if args.model_init_kwargs:
+        warnings.warn("model_init_kwargs is ignored: the model is already loaded.", stacklevel=3)
+    if not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
+        raise ConfigurationError(
+            f"model must be a model id, a path or a transformers model, not a {type(model).__name__}."
+        )
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ConfigurationError("model must be a causal (decoder-only) language model; this one has an encoder.")
+    return model
+
+
+def load_tokenizer(processing_class: Any, model: Any, args: GRPOConfig) -> Any:
+    """The tokenizer, by default the one saved with the model; a missing pad token becomes the end token."""
+    if processing_class is None:
+        name = getattr(model.config, "_name_or_path", "") or ""
+        if not name:
+            raise ConfigurationError("The model does not know where it was loaded from; pass processing_class=tokenizer.")
+        kwargs = {key: value for key, value in init_kwargs(args).items() if key == "revision"}
+        processing_class = AutoTokenizer.from_pretrained(name, trust_remote_code=args.trust_remote_code, **kwargs)
+    if hasattr(processing_class, "image_processor"):
+        raise ConfigurationError("Models with images are not in this version; pass the tokenizer of a text model.")
+    if processing_class.pad_token is None:
+        if processing_class.eos_token is None:
+            raise ConfigurationError("The tokenizer has neither a pad token nor an end token; set one of them.")
+        processing_class.pad_token = processing_class.eos_token
+    return processing_class
+
+
+def wrap_peft(model: Any, peft_config: Any) -> Any:
+    """The model with a fresh adapter, or as it is."""
+    if peft_config is None:
+        return model
+    try:
+        from peft import PeftModel, get_peft_model
+    except ImportError:
+        raise MissingDependency("peft", "peft", "peft_config") from None
+    if isinstance(model, PeftModel):
+        raise ConfigurationError("The model already has an adapter; leave peft_config out, or pass the base model.")
+    return get_peft_model(model, peft_config)
+
+
+def bare(model: Any) -> PreTrainedModel:
+    """The transformers model under a PEFT wrapper."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def reference_of(model: Any, source: Any, args: GRPOConfig, quantization_config: Any) -> Any | None:
+    """A frozen copy of the policy, None where none is needed (beta 0, or an adapter that can be switched off)."""
+    if args.beta == 0 or hasattr(model, "disable_adapter"):
+        return None
+    same = load_model(source, args, quantization_config) if isinstance(source, str) else copy.deepcopy(model)
+    return same.eval().requires_grad_(False)
+
+
+def silence_dropout(model: torch.nn.Module) -> None:
+    """Every dropout of the model is 0."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    config = getattr(model, "config", None)
+    if config is not None and hasattr(config, "attention_dropout"):
+        config.attention_dropout = 0.0
+    for module in model.modules():  # attention layers read their probability from an attribute
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
+
+
+def context_length(model: Any) -> int | None:
+    """Tokens that the model can see, where its config says so."""
+    config = model.config.get_text_config()
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return None
+
+
+def make_pools(factory: Any) -> dict[str | None, EnvironmentPool]:
+    """One pool per environment: of a class, a factory, a registered id, or a dict of these by name."""
+    if factory is None:
+        return {None: EnvironmentPool(None)}
+    if not isinstance(factory, Mapping):
+        return {None: EnvironmentPool(resolve(factory))}
+    if not factory:
+        raise ConfigurationError("environment_factory is an empty dict; it must map names to environment classes.")
+    return {name: EnvironmentPool(resolve(one)) for name, one in factory.items()}
+
+
+def make_tools(tools: Sequence[Callable[..., Any]] | None) -> dict[str, Tool]:
+    """Standalone tools by name."""
+    made: dict[str, Tool] = {}
+    for function in tools or ():
+        tool = build_tool(function)
+        if tool.name in made:
+            raise ConfigurationError(f"Two tools are named '{tool.name}'; rename one.")
+        made[tool.name] = tool
+    return made
+
+
+def make_sources(
+    reward_funcs: Any, weights: Sequence[float] | None, pools: Mapping[str | None, EnvironmentPool]
+) -> tuple[list[RewardSource], dict[str, float]]:
+    """The reward functions, and the weight of every source by name: environments first, with weight 1.
+
+    Raises:
+        ConfigurationError: No source of reward at all, or a kind of source that is not available.
+    """
+    functions = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
+    functions = [] if reward_funcs is None else functions
+    for function in functions:
+        if isinstance(function, (str, PreTrainedModel)):
+            raise ConfigurationError("Reward models are not available in this version; pass a reward function.")
+    environments = list(dict.fromkeys(pool.name for pool in pools.values() if pool.has_reward))
+    sources = name_sources(functions, weights, taken=environments)
+    if not sources and not environments:
+        raise ConfigurationError(
+            "There is no source of reward: pass reward_funcs, or an environment_factory whose class has get_reward()."
+        )
+    return sources, dict.fromkeys(environments, 1.0) | {source.name: source.weight for source in sources}

@@ -1,0 +1,302 @@
+"""`GRPOTrainer`: plays, scores and trains, on the loop of `transformers.Trainer`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+from transformers import PreTrainedModel, Trainer
+
+from agentrl.errors import ConfigurationError
+from agentrl.objective import LossConfig, clip_summary
+from agentrl.record import EpisodeWriter
+from agentrl.render import Renderer
+from agentrl.rollout.engine import RolloutSettings
+from agentrl.rollout.group import GroupPlan
+from agentrl.tasks import TaskSource, derive_seed
+from agentrl.train import setup
+from agentrl.train.buffer import RolloutBuffer
+from agentrl.train.config import GRPOConfig
+from agentrl.train.evaluate import evaluate
+from agentrl.train.generation import AdvantageSettings
+from agentrl.train.log_probs import PolicyForward
+from agentrl.train.metrics import MetricWindow
+from agentrl.train.player import Player
+from agentrl.train.printing import print_completions
+from agentrl.train.schedule import Schedule
+from agentrl.train.step import StepRunner
+from agentrl.types import RolloutGroup, SamplingParams
+
+
+class GRPOTrainer(Trainer):
+    """Trains a causal language model with Group Relative Policy Optimization (arXiv 2402.03300).
+
+    Args:
+        model: Model id or path (loaded in float32 unless told otherwise), a transformers model, or a PeftModel.
+        reward_funcs: One reward function or a list. Called by name with `prompts`, `completions`, `completion_ids`,
+            `trainer_state`, `log_extra`, `log_metric`, `environments` (with an environment) and the dataset's other
+            columns; returns one number or None per completion. May be left out where the environment scores itself.
+        args: A `GRPOConfig`.
+        train_dataset: Rows with a ``prompt`` (text or messages) and any other columns. May be left out with an
+            environment that writes its own prompts; `max_steps` is then required, as for iterable data.
+        eval_dataset: The same for evaluation; or a dict of several.
+        processing_class: The tokenizer; by default the one saved with the model.
+        reward_processing_classes: Tokenizers of reward models (not in this version).
+        callbacks: As in `transformers.Trainer`.
+        optimizers: As in `transformers.Trainer`.
+        quantization_config: Used when the model is a string.
+        peft_config: Trains an adapter of this kind.
+        tools: Functions that the model may call, sync or async, with type hints and a Google-style docstring.
+        rollout_func: Generates instead of the engine: ``f(prompts, trainer)`` returns a dict with ``prompt_ids``,
+            ``completion_ids`` and ``logprobs``, `num_generations` for each prompt; more fields reach the rewards.
+        environment_factory: A class, a function that builds an environment, a registered id, or a dict of these by
+            the names in the dataset's ``environment`` column.
+
+    Raises:
+        ConfigurationError: Anything that cannot work, as far as it can be known before the first episode.
+    """
+
+    _tag_names = ["agentrl", "grpo"]  # noqa: RUF012
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel | Any,
+        reward_funcs: Any = None,
+        args: GRPOConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        tools: list[Callable[..., Any]] | None = None,
+        rollout_func: Callable[..., Any] | None = None,
+        environment_factory: Any = None,
+    ) -> None:
+        args = args or GRPOConfig()
+        if reward_processing_classes is not None:
+            raise ConfigurationError("reward_processing_classes: reward models are not available in this version.")
+        self.loss_config = _loss_config(args)
+        pools = setup.make_pools(environment_factory)
+        sources, weights = setup.make_sources(reward_funcs, args.reward_weights, pools)
+        self.tasks = _task_source(train_dataset, args, environment_factory, pools)
+        standalone = setup.make_tools(tools)
+        policy = setup.load_model(model, args, quantization_config)
+        tokenizer = setup.load_tokenizer(processing_class, policy, args)
+        policy = setup.wrap_peft(policy, peft_config)
+        if args.disable_dropout:
+            setup.silence_dropout(policy)
+        reference = setup.reference_of(policy, model, args, quantization_config)
+        if args.gradient_checkpointing and args.gradient_checkpointing_kwargs is None:
+            args.gradient_checkpointing_kwargs = {"use_reentrant": False}
+        super().__init__(
+            model=policy, args=args, data_collator=list, train_dataset=train_dataset, eval_dataset=eval_dataset,
+            processing_class=tokenizer, callbacks=callbacks, optimizers=optimizers,
+        )  # fmt: skip
+        self.args: GRPOConfig = args
+        self._refuse_sharding()
+        self.renderer = Renderer(
+            tokenizer, chat_template_kwargs=_as_dict(args.chat_template_kwargs),
+            with_tools=bool(standalone) or any(pool.tools for pool in pools.values()),
+        )  # fmt: skip
+        self.player = Player(
+            policy, self.renderer, pools, standalone, sources, self._rollout_settings(),
+            torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None,
+        )  # fmt: skip
+        self.policy_forward = PolicyForward(setup.bare(policy), args.temperature)
+        self.reference_forward = None
+        if reference is not None:
+            self.reference_forward = PolicyForward(reference.to(args.device), args.temperature)
+        self.schedule = self._schedule()
+        self.window = {"train": MetricWindow(), "eval": MetricWindow()}
+        self.has_tools = self.player.engine.has_tools()
+        self.rollout_func = rollout_func
+        self.buffer = RolloutBuffer(
+            self, AdvantageSettings(str(args.scale_rewards), args.multi_objective_aggregation, weights,
+                                    args.mask_truncated_completions),
+        )  # fmt: skip
+        self.step_runner = StepRunner(
+            self.policy_forward, self.accelerator, self.loss_config, args.max_completion_length
+        )
+        self._writer: EpisodeWriter | None = None
+        self._tokens_seen, self._last_groups = 0, ()
+        self._check_prompts()
+
+    # --- construction ---
+    def _rollout_settings(self) -> RolloutSettings:
+        args = self.args
+        sampling = SamplingParams(args.temperature, args.top_p, args.top_k, args.min_p, args.repetition_penalty)
+        per_rank = max(1, (args.generation_batch_size or 1) // args.world_size)
+        return RolloutSettings(
+            max_completion_length=args.max_completion_length,
+            max_tool_calling_iterations=args.max_tool_calling_iterations,
+            max_context=setup.context_length(self.model),
+            sampling=sampling,
+            max_concurrent=max(per_rank, args.num_generations or 1, args.per_device_eval_batch_size),
+            seed=args.seed,
+        )
+
+    def _schedule(self) -> Schedule:
+        args = self.args
+        assert args.generation_batch_size and args.steps_per_generation
+        return Schedule(
+            accumulation=args.gradient_accumulation_steps,
+            slices=args.steps_per_generation,
+            iterations=args.num_iterations,
+            prompts=args.generation_batch_size // (args.num_generations or 1),
+            rows=self.tasks.size,
+        )
+
+    def _refuse_sharding(self) -> None:
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            raise ConfigurationError("Sharded models (FSDP, DeepSpeed) are not in this version; use DDP.")
+
+    def _check_prompts(self, most: int = 256) -> None:
+        """The first prompts of a sized dataset fit the model; later ones are checked when they are played."""
+        context = self.player.engine.settings.max_context
+        if self.train_dataset is None or self.tasks.size is None or context is None:
+            return
+        for position in range(min(self.tasks.size, most)):
+            task = self.tasks.task(0, position)
+            prompt = task.row.get("prompt")
+            if not prompt:
+                continue
+            schemas = [tool.schema for tool in self.player.engine.tools_of(task).values()]
+            ids = self.renderer.text_prompt(prompt) if isinstance(prompt, str) and not schemas else self.renderer.first(
+                [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, schemas)  # fmt: skip
+            if len(ids) >= context:
+                raise ConfigurationError(
+                    f"The prompt of row {task.index} has {len(ids)} tokens, but the model sees {context}: shorten or "
+                    "filter such rows, or use a model with a longer context."
+                )
+
+    # --- the loop of transformers.Trainer sees one cheap batch per micro-batch ---
+    def get_train_dataloader(self) -> DataLoader:
+        """Numbers of micro-batches: what they hold follows from the step, so skipping them on resume is free."""
+        steps = self.schedule.steps_per_epoch if self.args.max_steps <= 0 or self.tasks.size else self.args.max_steps
+        assert steps is not None
+        return DataLoader(range(steps * self.args.gradient_accumulation_steps), batch_size=1, collate_fn=list)  # type: ignore[arg-type]
+
+    def training_step(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Trains the whole optimizer step at its last micro-batch; the earlier ones wait for it."""
+        if not self.accelerator.gradient_state.sync_gradients:
+            return torch.zeros((), device=self.args.device)
+        started = time.perf_counter()
+        if hasattr(self.optimizer, "train") and callable(self.optimizer.train):
+            self.optimizer.train()  # schedule-free optimizers
+        self.policy_forward.probe()
+        batch = self.buffer.batch(self.state.global_step)
+        model.train()
+        loss = self.step_runner.run(model, batch, self.window["train"])
+        self.window["train"].add("step_time", time.perf_counter() - started)
+        return loss
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        return 0
+
+    def played(self, groups: tuple[RolloutGroup, ...], mode: str = "train") -> None:
+        """Groups of this rank are on record."""
+        self._last_groups = groups
+        if self.args.record_episodes and mode == "train":
+            if self._writer is None:
+                rank = self.accelerator.process_index
+                name = "episodes.jsonl" if rank == 0 else f"episodes.rank{rank}.jsonl"
+                Path(str(self.args.output_dir)).mkdir(parents=True, exist_ok=True)
+                self._writer = EpisodeWriter(Path(str(self.args.output_dir)) / name)
+            rollouts = [rollout for group in groups for rollout in group.rollouts]
+            self._writer.write_all(rollouts, step=self.state.global_step)
+
+    # --- evaluation, logging, saving ---
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Plays every row `num_generations_eval` times and logs the same metrics with the prefix ``eval_``."""
+        return evaluate(self, eval_dataset, metric_key_prefix)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        mode = "train" if "loss" in logs else "eval"
+        if mode == "train":
+            logs = logs | self.collect("train") | {"num_tokens": float(self._tokens_seen)}
+            if self.args.log_completions and self.accelerator.is_main_process:
+                print_completions(self._last_groups, self.args, self.state.global_step)
+        super().log(logs, start_time)
+
+    def collect(self, mode: str) -> dict[str, float]:
+        """The metrics of all ranks since the last call; the window starts again."""
+        from accelerate.utils import gather_object
+
+        window = self.window[mode]
+        states = [window.state()]
+        parts = window.parts
+        if self.accelerator.num_processes > 1:
+            states, parts = gather_object(states), gather_object(parts)
+        values = MetricWindow.values(states)
+        cispo = self.loss_config.loss_type == "cispo"
+        plain = "clip_ratio" if self.loss_config.loss_type not in ("sapo", "vespo") else None
+        values |= clip_summary(
+            parts, clip_metric="cispo_clip_ratio" if cispo else plain, level=self.loss_config.importance_sampling_level
+        )
+        window.clear()
+        return values
+
+    def saw_tokens(self, count: int) -> None:
+        """`count` more prompt and completion tokens were played, over all ranks."""
+        self._tokens_seen += count
+
+    def group_plans(self, cycle: int) -> list[GroupPlan]:
+        """The groups of a generation cycle, the same on every rank."""
+        size = self.args.num_generations or 1
+        tasks = [self.tasks.task(epoch, position) for epoch, position in self.schedule.tasks(cycle)]
+        return [GroupPlan(f"{cycle}.{i}", task, size) for i, task in enumerate(tasks)]
+
+    def shuffle_seed(self, cycle: int) -> int:
+        return derive_seed(self.args.seed, "order", cycle)
+
+    def close(self) -> None:
+        """Environments and threads are gone, and the model's own forward is back. The trainer is of no more use."""
+        self.player.close()
+        self.policy_forward.restore()
+        if self._writer is not None:
+            self._writer.close()
+
+
+def _loss_config(args: GRPOConfig) -> LossConfig:
+    return LossConfig(
+        loss_type=args.loss_type, epsilon=args.epsilon, epsilon_high=args.epsilon_high, delta=args.delta,
+        importance_sampling_level=args.importance_sampling_level, sapo_temperature_pos=args.sapo_temperature_pos,
+        sapo_temperature_neg=args.sapo_temperature_neg, vespo_k_pos=args.vespo_k_pos,
+        vespo_lambda_pos=args.vespo_lambda_pos, vespo_k_neg=args.vespo_k_neg, vespo_lambda_neg=args.vespo_lambda_neg,
+        beta=args.beta, use_bias_correction_kl=args.use_bias_correction_kl,
+        off_policy_mask_threshold=args.off_policy_mask_threshold,
+    )  # fmt: skip
+
+
+def _task_source(dataset: Any, args: GRPOConfig, factory: Any, pools: dict[str | None, Any]) -> TaskSource:
+    """The rows to play.
+
+    Raises:
+        ConfigurationError: No data and no environment, or a run without a known end.
+    """
+    if dataset is None and factory is None:
+        raise ConfigurationError("There is nothing to play: pass train_dataset, environment_factory, or both.")
+    if (dataset is None or not hasattr(dataset, "__len__")) and args.max_steps <= 0:
+        what = "Without a train_dataset" if dataset is None else "With iterable data"
+        raise ConfigurationError(f"{what} the length of the run is not known: set max_steps in GRPOConfig.")
+    if args.remove_unused_columns and hasattr(dataset, "column_names") and dataset.column_names:
+        extra = [column for column in dataset.column_names if column not in ("prompt", "environment")]
+        dataset = dataset.remove_columns(extra)
+    names = [str(name) for name in pools] if isinstance(factory, dict) else None
+    return TaskSource(
+        dataset, seed=args.seed, order_seed=args.data_seed, shuffle=bool(args.shuffle_dataset), environments=names,
+        prompt_required=factory is None,
+    )  # fmt: skip
+
+
+def _as_dict(value: Any) -> dict[str, Any] | None:
+    return dict(value) if value else None

@@ -1,0 +1,1 @@
+"""What was played, for people: transcripts and reward curves."""

@@ -1,0 +1,23 @@
+"""Fixtures that several test files share."""
+
+from __future__ import annotations
+
+import importlib.util
+import pathlib
+import sys
+from types import ModuleType
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def tiny() -> ModuleType:
+    """The module tests/tiny_tokenizers.py: small tokenizers with the control tokens of real families."""
+    if "tiny_tokenizers" not in sys.modules:
+        path = pathlib.Path(__file__).with_name("tiny_tokenizers.py")
+        spec = importlib.util.spec_from_file_location("tiny_tokenizers", path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        sys.modules["tiny_tokenizers"] = module
+    return sys.modules["tiny_tokenizers"]
