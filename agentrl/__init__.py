@@ -1,1 +1,56 @@
-"""agentrl."""
+"""agentrl: environments and tools in Python, and language models that learn to act in them.
+
+Names are found lazily, so that importing the package (and ``agentrl --help``) needs neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0.dev0"
+
+_WHERE = {
+    "AgentRLError": "errors",
+    "ConfigurationError": "errors",
+    "Deadlines": "types",
+    "Environment": "environment",
+    "EnvironmentFailed": "errors",
+    "EnvironmentPool": "pool",
+    "EpisodeWriter": "record",
+    "GRPOConfig": "train.config",
+    "GRPOTrainer": "train.trainer",
+    "Outcome": "types",
+    "RandomPolicy": "sampler.random_policy",
+    "Renderer": "render.renderer",
+    "Rollout": "types",
+    "RolloutEngine": "rollout.engine",
+    "RolloutSettings": "rollout.engine",
+    "SampleOutput": "types",
+    "SampleRequest": "types",
+    "Sampler": "types",
+    "SamplingParams": "types",
+    "ScriptedSampler": "sampler.scripted",
+    "TransformersSampler": "sampler.transformers",
+    "check_environment": "check",
+    "make": "registry",
+    "play_episode": "rollout.play",
+    "read_episodes": "record",
+    "register": "registry",
+    "tool": "tool_schema",
+    "warm_up": "train.warm_up",
+}
+
+__all__ = ["__version__", *_WHERE]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'agentrl' has no attribute '{name}'")
+    value = getattr(importlib.import_module(f"agentrl.{_WHERE[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_WHERE})

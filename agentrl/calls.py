@@ -63,6 +63,7 @@ class Caller:
         try:
             return await future
         except BaseException:  # late or cancelled: the call itself goes on
+            self.lane.stuck = True
             self._abandon(lambda lane=self.lane: lane.alive)
             raise
         finally:

@@ -25,15 +25,17 @@ Outcome = tuple[bool, Any]
 """(True, value) or (False, exception). Exceptions travel as values: a future cannot carry StopIteration, and SystemExit
 set on a task would stop the event loop."""
 
-_EXIT_GRACE_S = 5.0
+_EXIT_GRACE_S = 5.0  # for every close() at interpreter exit together
+_STUCK_GRACE_S = 0.5  # before a hung environment is closed from another thread, which is better than never
 
 
 class Lane:
     """Runs one call at a time on its own daemon thread, which starts with the first call."""
 
-    __slots__ = ("_jobs", "_stopped", "_thread")
+    __slots__ = ("_jobs", "_stopped", "_thread", "stuck")
 
     def __init__(self) -> None:
+        self.stuck = False  # a call was abandoned on it
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._stopped = False
@@ -185,7 +187,8 @@ def _close_all() -> None:
     until = time.monotonic() + _EXIT_GRACE_S
     for closer in closers:
         closer.close_nowait()
-    hung = [closer for closer in closers if not closer.wait(until - time.monotonic())]
+    soon = time.monotonic() + _STUCK_GRACE_S
+    hung = [c for c in closers if not c.wait((soon if c.lane.stuck else until) - time.monotonic())]
     for closer in hung:  # its own thread will not get to it any more
         threading.Thread(target=closer.close_here, daemon=True).start()
     until = time.monotonic() + _EXIT_GRACE_S / 2

@@ -289,7 +289,7 @@ class Tools(Environment):
 
     async def stubborn(self) -> str:
         """Ignores being cancelled."""
-        for _ in range(40):
+        for _ in range(14):
             try:
                 await asyncio.sleep(0.1)
             except asyncio.CancelledError:
@@ -600,7 +600,6 @@ def test_F095_interpreter_exit_closes_what_is_left_once_and_is_not_delayed():
             for instance, timeout in ((bad, 1), (hung, 0.1)):
                 try: await instance.reset({"kind": "fails" if instance is bad else "hangs"}, timeout)
                 except Exception: pool.release(instance, healthy=False)
-            other.acquire
         asyncio.run(main())
         """
     )
@@ -608,7 +607,7 @@ def test_F095_interpreter_exit_closes_what_is_left_once_and_is_not_delayed():
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.split("\n")) == ["", "async", "fails", "hangs", "in use"]
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 10
 
 
 def test_the_machinery_needs_no_torch():

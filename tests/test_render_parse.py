@@ -137,6 +137,28 @@ def test_a_call_that_was_cut_says_that_it_ends_too_early_F079() -> None:
     assert two.error is not None and "ends too early" in two.error
 
 
+def test_a_prompt_that_opened_the_block_and_a_turn_that_opens_it_again_F055() -> None:
+    turn = read("\n<think>\nwhy\n</think>\n\nso", thinking=True)
+    assert (turn.message["reasoning_content"], turn.message["content"]) == ("why", "so")
+
+
+def test_a_tool_that_changes_its_arguments_does_not_change_the_message() -> None:
+    turn = read(call('{"a": [1]}'))
+    turn.calls[0].arguments["a"].append(2)
+    assert turn.message["tool_calls"][0]["function"]["arguments"] == {"a": [1]}
+
+
+def test_added_tags_that_are_not_special_stay_in_the_message(tiny: Any) -> None:
+    tokenizer = tiny.make(markers=(*tiny.QWEN_MARKERS, "<answer>", "</answer>"))
+    renderer = Renderer(tokenizer)
+    turn = renderer.parse(renderer.text_prompt("<answer>4</answer><|im_end|>"), TOOLS)
+    assert turn.message["content"] == "<answer>4</answer>"
+    ids = renderer.first(
+        [{"role": "user", "content": "x"}, turn.message, {"role": "user", "content": "<answer>"}], None
+    )
+    assert ids.count(tokenizer.convert_tokens_to_ids("<answer>")) == 1  # the policy's own, not the user's
+
+
 def test_lone_surrogates_are_replaced() -> None:
     (one,) = read(call('{"\\ud800": ["\\udc00 \\ud83d\\ude42"]}')).calls
     assert one.arguments == {"\ufffd": ["\ufffd 🙂"]}

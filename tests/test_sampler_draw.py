@@ -84,6 +84,11 @@ def test_an_id_of_probability_zero_is_never_drawn(weights: list[float], uniform:
     assert scores[0, int(token)].exp().item() > 0
 
 
+def test_a_uniform_number_that_rounds_to_one_draws_the_last_possible_id() -> None:
+    scores = torch.tensor([[0.5, 0.5, 0.0]]).log()
+    assert draw(scores, torch.tensor([1.0])).tolist() == [1]
+
+
 def test_frequencies_are_the_probabilities() -> None:
     wanted = torch.tensor([0.5, 0.2, 0.0, 0.3])
     numbers = torch.tensor(list(islice(uniforms((3, 1)), 20_000)), dtype=torch.float64)

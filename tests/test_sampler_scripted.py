@@ -156,11 +156,12 @@ def fits(value: Any, schema: dict[str, Any]) -> bool:
     if kind == "number":
         return type(value) is float and schema["minimum"] <= value < schema["exclusiveMaximum"]
     if kind == "array":
-        bounds = schema["minItems"] <= len(value) <= schema["maxItems"]
+        bounds = type(value) is list and schema["minItems"] <= len(value) <= schema["maxItems"]
         return bounds and all(fits(item, schema["items"]) for item in value)
     if kind == "object":
         known = schema["properties"]
-        return set(schema["required"]) <= set(value) and all(fits(value[name], known[name]) for name in value)
+        held = type(value) is dict and set(schema["required"]) <= set(value)
+        return held and all(fits(value[name], known[name]) for name in value)
     return type(value) is {"boolean": bool, "null": type(None), "string": str}[kind]
 
 

@@ -264,6 +264,46 @@ def test_after_publish_the_new_weights_draw() -> None:
     assert worst_gap(model, before) > 1e-3
 
 
+def test_publish_drops_what_a_kept_conversation_had_cached() -> None:
+    model = tiny()
+    sampler = TransformersSampler(model)
+
+    async def run() -> Played:
+        first = [5, 6, 7, 8]
+        before = await sampler.sample(ask(first))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.1)
+        sampler.publish(1)
+        ids = first + (before.ids or []) + [9]
+        after = await sampler.sample(ask(ids))
+        return [(ids + (after.ids or []), [(len(ids), after)])]
+
+    assert worst_gap(model, asyncio.run(run())) < 2e-5
+
+
+def test_the_same_prompt_again_draws_the_same_ids() -> None:
+    sampler = TransformersSampler(tiny())
+
+    async def run() -> list[list[int] | None]:
+        outputs = [await sampler.sample(ask([5, 6, 7], max_tokens=max_tokens)) for max_tokens in (1, 6, 6)]
+        return [output.ids for output in outputs]
+
+    one, six, again = asyncio.run(run())
+    assert six == again
+    assert one == (six or [])[:1]
+    assert sampler.prefilled_tokens == 3 + 1 + 1  # the last prompt token is fed each time
+
+
+def test_soft_capped_attention_is_not_sampled_with_sdpa() -> None:
+    name, fields, _ = next(case for case in CACHED if case[0] == "Gemma2Config")
+    model = tiny(name, fields, "eager")
+    model.config._attn_implementation = "an attention of the trainer"
+    played = asyncio.run(play(TransformersSampler(model)))
+    model.config._attn_implementation = "eager"
+    assert worst_gap(model, played) < 2e-5
+
+
 @pytest.mark.parametrize("way", ["publish", "reset"])
 def test_a_turn_in_flight_goes_on_after_publish_or_reset(way: str) -> None:
     model = tiny()

@@ -312,7 +312,7 @@ def test_F083_explicit_schema_is_used_and_enforced():
         (Literal["a", "b"], "b", "b"),
         (Color, "red", Color.RED),
         (tuple[int, str], [1, "a"], (1, "a")),
-        (Optional[int], None, None),
+        (int | None, None, None),
     ],
 )
 def test_bind_converts_what_pydantic_takes(hint, given_value, expected):

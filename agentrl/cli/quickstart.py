@@ -16,7 +16,7 @@ def quickstart(
     env: Annotated[str, typer.Option("--env", help="Which ready environment to learn: hunt or courier.")] = "hunt",
     seed: Annotated[int, typer.Option("--seed", min=0, help="Names the run's random numbers.")] = 0,
     steps: Annotated[
-        int | None, typer.Option("--steps", min=1, help="Optimizer steps; by default as many as the recipe needs.")
+        int | None, typer.Option("--steps", min=1, help="Batches of 64 episodes; by default as many as the task needs, at most 150.")
     ] = None,
     output_dir: Annotated[
         Path | None, typer.Option("--output-dir", help="Folder for the episodes and the reward curve.")

@@ -128,12 +128,11 @@ class Bridge:
                 if text is None:
                     return None
                 texts.append((contents, text))
-        base = texts[0][1]
+        parts = self._parts(texts[0][1], len(new))
         for strip in (False, True):
-            if all(text == _substitute(base, contents, strip) for contents, text in texts):
-                frame = _Frame(self._parts(base, len(new)), strip)
-                if all(self._fill(frame, contents) == self._codec.encode(text) for contents, text in texts):
-                    return frame
+            frame = _Frame(parts, strip)
+            if all(self._fill(frame, contents) == self._codec.encode(text) for contents, text in texts):
+                return frame
         return None
 
     def _parts(self, base: str, count: int) -> tuple[_Part, ...]:
@@ -171,9 +170,3 @@ def _split(piece: str | int, i: int) -> list[str | int]:
         return [piece]
     before, _, after = piece.partition(_slot(i))
     return [p for p in (before, i, after) if p != ""]
-
-
-def _substitute(base: str, contents: list[str], strip: bool) -> str:
-    for i, content in enumerate(contents):
-        base = base.replace(_slot(i), content.strip() if strip else content, 1)
-    return base

@@ -136,7 +136,8 @@ def read_turn(text: str, form: CallFormat | None, *, thinking: bool, start: int 
     found: list[ReadCall] = []
     at = 0
     if thinking or _closes_first(text, form):
-        reasoning, at = _until_close(text, 0)
+        again = THINK_OPEN if text.lstrip().startswith(THINK_OPEN) else ""  # some open the block a second time
+        reasoning, at = _until_close(text, text.index(again) + len(again))
     while True:
         opened = text.find(THINK_OPEN, at)
         called = text.find(form.opening, at) if form else -1
@@ -179,12 +180,14 @@ def _assemble(reasoning: str | None, kept: list[str], found: list[ReadCall], sta
         message["reasoning_content"] = reasoning
     calls: list[ParsedCall] = []
     for number, call in enumerate(found, start):
-        arguments = call.arguments or {}
-        calls.append(ParsedCall(f"call_{number}", call.name, _clean(arguments), call.error))
+        name = without_lone_surrogates(call.name)
+        calls.append(ParsedCall(f"call_{number}", name, _clean(call.arguments or {}), call.error))
     good = [call for call in calls if call.error is None]
     if good:
+        # Copied: a tool that changes its arguments must not change the record of the call.
         message["tool_calls"] = [
-            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in good
+            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": _clean(c.arguments)}}
+            for c in good
         ]
     return ParsedTurn(message, tuple(calls))
 

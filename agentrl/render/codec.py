@@ -56,6 +56,7 @@ class Codec:
         self._renumber = {self._plain.token_to_id(t["content"]): t["id"] for t in kept}
         self._renumber = {a: b for a, b in self._renumber.items() if a is not None and a != b}
         self.control: dict[str, int] = {token["content"]: token["id"] for token in control}
+        self.tags: frozenset[str] = frozenset(token["content"] for token in control if not token["special"])
         self._names = {token: content for content, token in self.control.items()}
         unknown = getattr(tokenizer, "unk_token_id", None)
         self.control_ids: frozenset[int] = frozenset(self.control.values()) - {unknown}

@@ -62,8 +62,8 @@ def guard_json(value: Any, codec: Codec) -> Any:
 def prepare(message: Message, codec: Codec, trusted: frozenset[str]) -> Message:
     """The message as templates expect it, with no control token spelled in it.
 
-    `trusted` markers (think and call tags) stay what they are in system and assistant messages: those are written by
-    the author of the run or by the policy itself. User and tool messages are never trusted.
+    `trusted` tokens (think and call tags, and others that are not special) stay what they are in system and assistant
+    messages: those are written by the author of the run or by the policy. User and tool messages are never trusted.
     """
     role = message["role"]
     allowed = trusted if role in ("system", "assistant", "developer") else frozenset[str]()

@@ -53,8 +53,8 @@ class Renderer:
             self._learn(self._template)
         eos = getattr(tokenizer, "eos_token_id", None)
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(i for i in (self._eot, eos) if i is not None))
-        visible = {self._codec.control[m] for m in _MARKERS | {"<think>", "</think>"} if m in self._codec.control}
-        self._hidden_ids = self._codec.control_ids - visible
+        visible = _MARKERS | {"<think>", "</think>"} | self._codec.tags
+        self._hidden_ids = self._codec.control_ids - {self._codec.control.get(token) for token in visible}
 
     # --- construction ------------------------------------------------------------------
     def _compile(self, text: str) -> ChatTemplate:
@@ -216,7 +216,7 @@ class Renderer:
         return turn
 
     def plain_text(self, ids: list[int]) -> str:
-        """The text of ids without control tokens; think and call tags stay."""
+        """The text of ids without special tokens; think tags, call tags and added tokens that are not special stay."""
         if not self._hidden_ids.isdisjoint(ids):
             ids = [i for i in ids if i not in self._hidden_ids]
         return self._codec.decode(ids)

@@ -34,7 +34,7 @@ class ChatTemplate:
         self.text = text
         self._render = compile_template(text)
         self._codec = codec
-        self._trusted = markers | {THINK_OPEN, THINK_CLOSE}
+        self._trusted = markers | {THINK_OPEN, THINK_CLOSE} | codec.tags
         taken = {"messages", "tools", "documents", "add_generation_prompt"} & kwargs.keys()
         if taken:
             raise ConfigurationError(f"chat_template_kwargs cannot hold {sorted(taken)}: agentrl sets them itself.")

@@ -74,18 +74,17 @@ def _top_p(logits_BV: torch.Tensor, top_p: float) -> torch.Tensor:
 def draw(log_probs_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:
     """Ids [B]: the inverse of each row's cumulative distribution at its uniform number.
 
-    An id of probability zero is never drawn.
+    An id of probability zero is never drawn. The sums are in the precision of `uniform_B`.
 
     >>> draw(torch.tensor([[0.25, 0.0, 0.75]] * 3).log(), torch.tensor([0.0, 0.24, 0.25])).tolist()
     [0, 0, 2]
     """
-    # Apple's GPUs have no float64; float32 is accurate enough, at a vocabulary's width, to draw fairly.
-    dtype = torch.float32 if log_probs_BV.device.type == "mps" else torch.float64
+    dtype = uniform_B.dtype
     cumulative_BV = log_probs_BV.exp().cumsum(dim=-1, dtype=dtype)
     total_B1 = cumulative_BV[:, -1:]
-    # The sum is not exactly 1, and u * total can round up to total, beyond the last id that has probability.
+    # In float32 a uniform number can round up to 1, which lies beyond the last id that has probability.
     below_B1 = torch.nextafter(total_B1, torch.zeros_like(total_B1))
-    target_B1 = torch.minimum(uniform_B.to(dtype)[:, None] * total_B1, below_B1)
+    target_B1 = torch.minimum(uniform_B[:, None] * total_B1, below_B1)
     return torch.searchsorted(cumulative_BV, target_B1, right=True)[:, 0]
 
 

@@ -263,11 +263,9 @@ class ModelRunner:
             seen_BV = torch.zeros_like(logits_BV, dtype=torch.bool)
             for i, turn in enumerate(turns):
                 seen_BV[i, torch.tensor(turn.held, device=logits_BV.device)] = True
-        if logits_BV.device.type != "mps":
-            uniform_B = uniform_B.to(logits_BV.device)
-        else:
-            uniform_B = uniform_B.float().to(logits_BV.device)
-        ids_B, log_probs_B = sample(logits_BV, params, uniform_B, seen_BV)
+        # Apple's GPUs have no float64; float32 is accurate enough, at a vocabulary's width, to draw fairly.
+        dtype = torch.float32 if logits_BV.device.type == "mps" else torch.float64
+        ids_B, log_probs_B = sample(logits_BV, params, uniform_B.to(dtype).to(logits_BV.device), seen_BV)
         return ids_B.tolist(), log_probs_B.tolist()
 
     def _move(self, moves: Moves) -> None:

@@ -1,0 +1,1 @@
+"""Training: configs, the trainer, rows, log-probs, metrics."""

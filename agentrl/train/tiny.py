@@ -7,17 +7,23 @@ each. A real model needs none of this.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from agentrl.train import setup
+from agentrl.train.warm_up import random_episodes, warm_up
 
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKERS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
@@ -54,12 +60,13 @@ def training_template() -> str:
     return (Path(__file__).parent.parent / "render" / "templates" / "qwen3.jinja").read_text()
 
 
-def make_model(vocabulary: int, seed: int, *, hidden: int = 64, layers: int = 2, context: int = 2048) -> Qwen3ForCausalLM:
+def make_model(tokenizer: Any, seed: int, *, hidden: int = 64, layers: int = 2, context: int = 2048) -> Qwen3ForCausalLM:
     """A Qwen3 model of about 0.14 million parameters, freshly initialised from `seed`."""
     config = Qwen3Config(
-        vocab_size=vocabulary, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=4,
+        vocab_size=len(tokenizer), hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, head_dim=hidden // 4, intermediate_size=3 * hidden, max_position_embeddings=context,
-        tie_word_embeddings=True, initializer_range=0.05, bos_token_id=None, eos_token_id=None, pad_token_id=None,
+        tie_word_embeddings=True, initializer_range=0.05, bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -89,8 +96,61 @@ def enumerated_words(schemas: Iterable[Any]) -> list[str]:
     return list(found)
 
 
-def cache_folder(*parts: object) -> Path:
-    """A folder under AGENTRL_CACHE (default: ~/.cache/agentrl) for what follows from `parts` alone."""
-    root = Path(os.environ.get("AGENTRL_CACHE") or Path.home() / ".cache" / "agentrl")
-    name = hashlib.blake2b(json.dumps([str(part) for part in parts]).encode(), digest_size=8).hexdigest()
-    return root / name
+@dataclass(frozen=True, slots=True)
+class TinyPolicy:
+    """A model that knows the call format and nothing of the task, and its tokenizer."""
+
+    model: Qwen3ForCausalLM
+    tokenizer: Any
+    cached: bool
+
+
+def tiny_policy(
+    environment_factory: Any, seed: int = 0, *, cache: Path | None = None, on_step: Callable[[int, float], None] | None = None
+) -> TinyPolicy:  # fmt: skip
+    """A tiny policy for these environments, made and warmed up here, or read from the cache of an earlier run.
+
+    Args:
+        environment_factory: As in `GRPOTrainer`; the environment writes its own prompts.
+        seed: Of the weights, of the episodes it was warmed up on, and of their order.
+        cache: Folder; default: AGENTRL_CACHE, else ~/.cache/agentrl.
+        on_step: Called with each warm-up step and its loss.
+    """
+    pools = setup.make_pools(environment_factory)
+    schemas = [tool.schema for pool in pools.values() for tool in pool.tools.values()]
+    bytes_only = make_tokenizer()
+    episodes = random_episodes(environment_factory, bytes_only, 300, seed=seed)
+    texts = [bytes_only.decode(sequence.input_ids) for episode in episodes for sequence in episode.sequences]
+    folder = (cache or cache_root()) / _name_of(seed, texts, schemas)
+    if (folder / "config.json").exists():
+        return TinyPolicy(Qwen3ForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder), True)
+    tokenizer = make_tokenizer(texts, enumerated_words(schemas))
+    model = make_model(tokenizer, seed)
+    warm_up(model, tokenizer, environment_factory, seed=seed, on_step=on_step)
+    _save(model, tokenizer, folder)
+    return TinyPolicy(model, tokenizer, False)
+
+
+def cache_root() -> Path:
+    """AGENTRL_CACHE, else ~/.cache/agentrl."""
+    return Path(os.environ.get("AGENTRL_CACHE") or Path.home() / ".cache" / "agentrl")
+
+
+def _name_of(*parts: object) -> str:
+    """A name for what follows from `parts` and from the code that makes it."""
+    code = [Path(__file__), Path(__file__).with_name("warm_up.py")]
+    digest = hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=8)
+    for file in code:
+        digest.update(file.read_bytes())
+    return f"tiny-{digest.hexdigest()}"
+
+
+def _save(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Saved whole or not at all: a run that is stopped here leaves nothing that a later one would take for a model."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as work:
+        tokenizer.save_pretrained(work)
+        model.save_pretrained(work)
+        with contextlib.suppress(OSError):  # another run was first
+            Path(work).rename(folder)
+            Path(work).mkdir()
