@@ -295,26 +295,35 @@ class Instance:
 
     async def close(self, timeout: float = 10.0) -> None:
         """`env.close()` was called, once, on the environment's thread; waited for at most `timeout` seconds."""
+        waiting = self.start_close(timeout)
+        if waiting is not None and not (await asyncio.wait({waiting}, timeout=timeout + 1.0))[0]:
+            self._closer.failed(f"it takes longer than {timeout:g} s")
+
+    def start_close(self, timeout: float = 10.0) -> asyncio.Future[Any] | None:
+        """`env.close()` is on its way; a future on the running loop where there is something to wait for."""
         closer = self._closer
-        if closer.method is None or self.broken or not is_async_callable(closer.method):
-            if closer.method is None or self.broken or closer.inline:
-                closer.close_nowait()
-                return
-            waiting = closer.close_on_lane()
-            if waiting is not None and not (await asyncio.wait({waiting}, timeout=timeout))[0]:
-                closer.failed(f"it takes longer than {timeout:g} s")
-            return
-        method = closer.begin()
+        if closer.method is None or self.broken:
+            closer.close_nowait()
+            return None
+        if is_async_callable(closer.method):
+            return asyncio.ensure_future(self._close_async(timeout))
+        if closer.inline:
+            closer.close_nowait()
+            return None
+        return closer.close_on_lane()
+
+    async def _close_async(self, timeout: float) -> None:
+        method = self._closer.begin()
         if method is None:
             return
         try:
             ok, value = await self._caller.on_loop(method, (), {}, timeout)
-            if not ok and not isinstance(value, asyncio.CancelledError):
-                closer.failed(describe(value))
+            if not ok:
+                self._closer.failed(describe(value))
         except Late:
-            closer.failed(f"it took longer than {timeout:g} s")
+            self._closer.failed(f"it took longer than {timeout:g} s")
         finally:
-            closer.end()
+            self._closer.end()
 
     def close_nowait(self) -> None:
         """`env.close()` was called or will be, after what runs now; needs no event loop."""
@@ -324,11 +333,6 @@ class Instance:
     def close_error(self) -> str | None:
         """Why `env.close()` failed, if it did."""
         return self._closer.error
-
-    @property
-    def closes_async(self) -> bool:
-        method = self._closer.method
-        return method is not None and is_async_callable(method)
 
     def _label(self, tool: Tool) -> str:
         return f"{self.name}.{tool.name}" if tool.on_instance else tool.name

@@ -12,6 +12,8 @@ from agentrl.errors import AgentRLError, ConfigurationError, EnvironmentFailed, 
 from agentrl.lane import Closer, Lane, Outcome
 from agentrl.tool_schema import Tool, is_async_callable
 
+_CLOSE_S = 10.0  # for close() of instances that were thrown away
+
 
 class EnvironmentPool:
     """Instances of one environment: idle ones are handed out again, broken ones are closed and never come back.
@@ -37,7 +39,7 @@ class EnvironmentPool:
         self._idle: list[Instance] = []
         self._in_use: set[Instance] = set()
         self._stuck: list[Callable[[], bool]] = []
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closing: set[asyncio.Future[Any]] = set()  # futures that close what was thrown away
         self._closed = False
         self.built = 0  # how often the factory has been called with success
         first = self._first()
@@ -85,7 +87,10 @@ class EnvironmentPool:
         """Every instance is closed or, where a call hangs, will be; those in use as well."""
         self._closed = True
         left, self._idle, self._in_use = [*self._idle, *self._in_use], [], set()
-        await asyncio.gather(*(instance.close() for instance in left), *self._closing, return_exceptions=True)
+        here = [f for f in self._closing if f.get_loop() is asyncio.get_running_loop()]  # others' loops are gone
+        await asyncio.gather(*(instance.close() for instance in left), return_exceptions=True)
+        if here:
+            await asyncio.wait(here, timeout=_CLOSE_S)
 
     def _first(self) -> Instance:
         """The instance that shows what the environment is. Waits for it: this is construction, not a rollout."""
@@ -144,17 +149,14 @@ class EnvironmentPool:
             raise
 
     def _discard(self, instance: Instance) -> None:
-        if not instance.closes_async or instance.broken:
-            instance.close_nowait()
-            return
         try:
-            loop = asyncio.get_running_loop()
+            asyncio.get_running_loop()
         except RuntimeError:
-            instance.close_nowait()
-            return
-        task = loop.create_task(instance.close())
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
+            return instance.close_nowait()
+        waiting = instance.start_close()
+        if waiting is not None:
+            self._closing.add(waiting)
+            waiting.add_done_callback(self._closing.discard)
 
 
 def _check_factory(factory: Any) -> None:

@@ -21,7 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 from agentrl.content import clean_text, to_content
 from agentrl.errors import ToolArgumentError, ToolDefinitionError
 from agentrl.tool_errors import explain, short
-from agentrl.tool_types import described, fields_type, parse_docstring, properties_of, python_type, validator_of
+from agentrl.tool_types import described, fields_type, parse_docstring, properties_of, python_type
 
 __all__ = ["Tool", "build_tool", "clean_text", "describe_unknown", "is_async_callable", "to_content", "tool"]
 
@@ -145,7 +145,7 @@ def build_tool(
         is_async=is_async_callable(function),
         on_instance=on_instance,
         inline=getattr(function, "run_inline", False) is True,
-        _validate=validator_of(adapter),
+        _validate=adapter.validator.validate_python,
     )
 
 

@@ -7,13 +7,12 @@ import itertools
 import json
 import re
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Union
 
 import typing_extensions
 from pydantic import ConfigDict, TypeAdapter
-from pydantic_core import SchemaValidator
 
 # --- docstrings ------------------------------------------------------------------------
 _ARGUMENT_SECTIONS = frozenset({"args", "arguments", "parameters", "params", "keyword args", "keyword arguments"})
@@ -99,7 +98,11 @@ _NAMED = ("properties", "$defs", "patternProperties")  # their keys are the auth
 
 
 def fields_type(fields: Mapping[str, Any]) -> Any:
-    """A TypedDict of these argument types that refuses unknown names."""
+    """A TypedDict of these argument types that refuses unknown names.
+
+    Dataclasses and TypedDicts inside inherit that (pydantic models follow their own config): a model must hear of its
+    typos.
+    """
     return _typed_dict("Arguments", {name: portable(hint) for name, hint in fields.items()}, "forbid")
 
 
@@ -181,30 +184,6 @@ def _merge_union(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 # --- types to validators ---------------------------------------------------------------
-def validator_of(adapter: TypeAdapter[Any]) -> Callable[[Any], dict[str, Any]]:
-    """Checks and converts a dict of arguments; unknown keys of nested dataclasses are refused too."""
-    return SchemaValidator(_strict_keys(adapter.core_schema)).validate_python  # type: ignore[arg-type]
-
-
-def _strict_keys(node: Any) -> Any:
-    """The core schema where dataclasses and TypedDicts refuse unknown keys, unless their own config has a say in it.
-
-    A model must hear of its typos.
-    """
-    if isinstance(node, list):
-        return [_strict_keys(item) for item in node]
-    if isinstance(node, tuple):
-        return tuple(_strict_keys(item) for item in node)
-    if type(node) is not dict:
-        return node
-    out = {key: _strict_keys(value) for key, value in node.items()}
-    config = out.get("config") or {}
-    if out.get("type") in ("dataclass", "typed-dict") and "extra_fields_behavior" not in config:
-        out["config"] = {**config, "extra_fields_behavior": "forbid"}
-        out.pop("extra_behavior", None)
-    return out
-
-
 def portable(hint: Any) -> Any:
     """The hint with every `typing.TypedDict` rebuilt so that pydantic takes it on any Python, unknown keys refused."""
     if typing_extensions.is_typeddict(hint):

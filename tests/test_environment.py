@@ -16,6 +16,7 @@ import pytest
 
 from agentrl.environment import Environment, Instance, discover_tools, reset_kwargs
 from agentrl.errors import ConfigurationError, EnvironmentFailed, ToolDefinitionError
+from agentrl.lane import Lane
 from agentrl.tool_schema import build_tool
 
 DOC = "Does it.\n\nArgs:\n    x: It.\n"
@@ -608,6 +609,14 @@ def test_F095_interpreter_exit_closes_what_is_left_once_and_is_not_delayed():
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.split("\n")) == ["", "async", "fails", "hangs", "in use"]
     assert time.monotonic() - start < 10
+
+
+def test_a_lane_survives_a_job_that_fails(caplog):
+    lane = Lane()
+    lane.post(lambda: 1 / 0)
+    assert lane.run(lambda: 3) == (True, 3)
+    lane.stop()
+    assert "ZeroDivisionError" in caplog.text
 
 
 def test_the_machinery_needs_no_torch():

@@ -226,7 +226,7 @@ def test_thread_affine_constructors_work():
 
 
 def test_inline_environments_have_no_threads():
-    before = threading.active_count()
+    before = set(threading.enumerate())
 
     async def run():
         pool = EnvironmentPool(Inline)
@@ -234,27 +234,31 @@ def test_inline_environments_have_no_threads():
         for instance in instances:
             await instance.reset({})
             assert instance.env.thread == threading.get_ident()
-        assert threading.active_count() == before
+        assert not set(threading.enumerate()) - before
         await pool.close()
 
     play(run())
 
 
 def test_threads_end_with_the_pool():
-    before = threading.active_count()
+    before = set(threading.enumerate())
+
+    def mine():
+        return set(threading.enumerate()) - before
 
     async def run():
         pool = EnvironmentPool(Env)
         for instance in [await pool.acquire() for _ in range(5)]:
             await instance.reset({})
             pool.release(instance, healthy=True)
+        assert len(mine()) == 5
         await pool.close()
 
     play(run())
     until = time.monotonic() + 5
-    while threading.active_count() > before and time.monotonic() < until:
+    while mine() and time.monotonic() < until:
         time.sleep(0.01)
-    assert threading.active_count() == before
+    assert not mine()
 
 
 def test_abandoned_calls_are_counted_and_bounded():
