@@ -29,33 +29,38 @@ class ModelRunner:
     """The model, its cache and its masks."""
 
     def __init__(
-        self, model: Any, max_forward_tokens: int, max_context: int | None, autocast_dtype: torch.dtype | None
+        self,
+        model: Any,
+        max_slots: int,
+        max_forward_tokens: int,
+        max_context: int | None,
+        autocast_dtype: torch.dtype | None,
     ) -> None:
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        if getattr(base.config, "is_encoder_decoder", False):
+            raise ConfigurationError(
+                f"{type(base).__name__} is an encoder-decoder; TransformersSampler needs a decoder-only language model."
+            )
         self.model = model
         self.config = base.config.get_text_config()
         self.layer_types = _layer_types(self.config)
         self.windows = _windows(self.config, self.layer_types)
         self.vocabulary = base.get_input_embeddings().weight.shape[0]
         self.context = _context(self.config, max_context)
+        self.max_slots = max_slots
         self.max_forward_tokens = max_forward_tokens
         self.autocast_dtype = autocast_dtype
         self.attention = "sdpa"  # while forwarding: the implementation in use
-        self._supports_sdpa = bool(getattr(base, "_supports_sdpa", False))
         self.cache = SlotCache()
-        self.cached = self.layer_types is not None and not getattr(base, "_is_stateful", False)
-        self._checked = False
         self.prefilled_tokens = 0
         self.forwards = 0
-        arguments = inspect.signature(base.forward).parameters
-        if getattr(base.config, "is_encoder_decoder", False):
-            raise ConfigurationError(
-                f"{type(base).__name__} is an encoder-decoder; TransformersSampler needs a decoder-only language model."
-            )
-        self.cached = self.cached and {"past_key_values", "position_ids"} <= set(arguments)
+        arguments = set(inspect.signature(base.forward).parameters)
+        prompt_learning = getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False)
+        stateful = self.layer_types is None or getattr(base, "_is_stateful", False)
+        self.cached = {"past_key_values", "position_ids"} <= arguments and not stateful and not prompt_learning
+        self._checked = False
         self._keeps_logits = "logits_to_keep" in arguments
-        peft_type = getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False)
-        self.cached = self.cached and not peft_type
+        self._supports_sdpa = bool(getattr(base, "_supports_sdpa", False))
 
     def free(self) -> None:
         """The cache's memory is given back."""
@@ -276,7 +281,7 @@ class ModelRunner:
 
     def _reserve(self, slots: int, columns: int) -> None:
         if slots > self.cache.slots:
-            slots = max(slots, 2 * self.cache.slots)
+            slots = max(slots, min(2 * self.cache.slots, self.max_slots))
         self.cache.reserve(slots, columns, self.context)
 
     def _attention(self, training: str | None) -> str:

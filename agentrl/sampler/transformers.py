@@ -66,7 +66,7 @@ class TransformersSampler:
             raise ConfigurationError(
                 f"max_slots and max_forward_tokens are at least 1; got {max_slots} and {max_forward_tokens}."
             )
-        self.runner = ModelRunner(model, max_forward_tokens, max_context, autocast_dtype)
+        self.runner = ModelRunner(model, max_slots, max_forward_tokens, max_context, autocast_dtype)
         if tokenizer is not None and len(tokenizer) > self.runner.vocabulary:
             raise ConfigurationError(
                 f"The tokenizer has {len(tokenizer)} ids and the model's embedding {self.runner.vocabulary}; call "
@@ -111,7 +111,7 @@ class TransformersSampler:
         if row.turn is None:
             self._table.drop(row)
         else:
-            self._fail([row.turn], SamplerError(f"Conversation '{conversation_id}' was released while it was sampled."))
+            self._fail([row.turn], f"Conversation '{conversation_id}' was released while it was sampled.")
 
     def publish(self, version: int) -> None:
         """The weights are new: later ids are drawn from them alone, and turns that start now carry `version`.
@@ -131,6 +131,7 @@ class TransformersSampler:
         if self._thread is not None:
             self._thread.shutdown(wait=True)
             self._thread = None
+        self.runner.free()
 
     @property
     def prefilled_tokens(self) -> int:
@@ -145,7 +146,9 @@ class TransformersSampler:
     def _accept(self, request: SampleRequest) -> Turn:
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
-            self._abandon()  # an earlier loop ended; nobody waits for its turns
+            if self._loop is not None and self._loop.is_running() and self._task is not None and not self._task.done():
+                raise SamplerError("This sampler is at work in another event loop; use one sampler per running loop.")
+            self.close()  # an earlier loop ended; nobody waits for its turns
             self._loop = loop
         prompt = request.prompt_ids
         if not prompt:
@@ -179,12 +182,12 @@ class TransformersSampler:
                     for _ in range(3 if ended else 1):
                         await asyncio.sleep(0)
         except asyncio.CancelledError:
-            self._abandon()
+            if self._task is asyncio.current_task():  # else a newer loop has taken over
+                self._abandon()
             raise
         except Exception as error:  # a fault of ours: nobody may wait for ever
-            failure = SamplerError(f"The sampler stopped: {type(error).__name__}: {error}")
-            failure.__cause__ = error
-            self._fail(self._waiting + [row.turn for row in self._active if row.turn is not None], failure)
+            turns = self._waiting + [row.turn for row in self._active if row.turn is not None]
+            self._fail(turns, f"The sampler stopped: {type(error).__name__}: {error}", error)
             self._abandon()
 
     async def _step(self, kind: str, units: int, feeds: list[Feed] | None) -> int:
@@ -198,10 +201,8 @@ class TransformersSampler:
             else:
                 ids, log_probs = await self._run(kind, units, lambda: self.runner.feed(feeds, moves))
         except Exception as error:
-            failure = SamplerError(f"The model's forward failed: {type(error).__name__}: {error}")
-            failure.__cause__ = error
-            self._fail(turns, failure)
-            self._invalidate("publish", now=True)  # rows may be half moved
+            self._fail(turns, f"The model's forward failed: {type(error).__name__}: {error}", error)
+            self._invalidate("reset", now=True)  # rows may be half moved, and memory may be what was missing
             return len(turns)
         if feeds is not None:
             self._active = self._active + rows
@@ -259,7 +260,7 @@ class TransformersSampler:
         admission = admit(self._waiting, active, self._table, self.runner.vocabulary)
         self._waiting = admission.later
         for turn, why in admission.refused:
-            self._fail([turn], SamplerError(why))
+            self._fail([turn], why)
         self.shared_tokens += admission.shared_tokens
         return admission.feeds
 
@@ -277,10 +278,12 @@ class TransformersSampler:
         if why == "reset":
             self.runner.free()
 
-    def _fail(self, turns: list[Turn], error: SamplerError) -> None:
+    def _fail(self, turns: list[Turn], message: str, cause: Exception | None = None) -> None:
         for turn in turns:
             turn.cancelled = True
             if not turn.future.done():
+                error = SamplerError(message)
+                error.__cause__ = cause
                 turn.future.set_exception(error)
 
     def _abandon(self) -> None:
