@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from agentrl.errors import ConfigurationError
 from agentrl.types import Task
+
+_REMEMBERED = 4096  # tasks of a stream that can be asked for again
 
 
 def derive_seed(*parts: object) -> int:
@@ -47,14 +49,16 @@ class TaskSource:
         prompt_required: bool = True,
         order_seed: int | None = None,
     ) -> None:
-        self._data, self._seed, self._shuffle = data, seed, shuffle
+        self._data: Any = data
+        self._seed, self._shuffle = seed, shuffle
         self._order_seed = seed if order_seed is None else order_seed
         self._environments, self._prompt_required = environments, prompt_required
-        self.size: int | None = len(data) if hasattr(data, "__len__") else None
+        self.size: int | None = len(self._data) if _is_sized(data) else None
         self._order: tuple[int, np.ndarray] | None = None
         self._stream: Iterator[dict[str, Any]] | None = None
         self._stream_at = self._stream_epoch = 0
         self._recent: dict[int, Task] = {}
+        _check_kind(data)
         if data is None and environments is not None:
             raise ConfigurationError(
                 "Several environments need a train_dataset whose 'environment' column says which one plays each row."
@@ -72,8 +76,7 @@ class TaskSource:
             return self._from_stream(position)
         lap, offset = divmod(position, self.size)
         index = int(self._epoch_order(epoch)[offset])
-        row = self._data[index]
-        return self._make(index, epoch, dict(row), lap)
+        return self._make(index, epoch, _as_row(self._data[index], f"Row {index}"), lap)
 
     def _make(self, index: int, epoch: int, row: dict[str, Any], lap: int = 0) -> Task:
         self._check_row(row, index)
@@ -93,27 +96,39 @@ class TaskSource:
         if position in self._recent:
             return self._recent[position]
         if position < self._stream_at:  # a new train() call, or resuming earlier: begin again and skip
-            self._stream, self._stream_at, self._stream_epoch, self._recent = None, 0, 0, {}
+            self._rewind()
         while True:
             row = self._next_row()
             at = self._stream_at
             self._stream_at += 1
             if at == position:
-                task = self._make(at, self._stream_epoch, row)
-                self._recent[at] = task
-                for old in [key for key in self._recent if key < at - 4096]:
-                    del self._recent[old]
+                task = self._recent[at] = self._make(at, self._stream_epoch, row)
+                if len(self._recent) > _REMEMBERED:
+                    del self._recent[next(iter(self._recent))]
                 return task
+
+    def _rewind(self) -> None:
+        if self._stream_at and iter(self._data) is self._data:
+            raise ConfigurationError(
+                "The dataset is an iterator that can be read only once, and it has to start again here. Pass something "
+                "that can be iterated anew: a datasets.IterableDataset, or a class with __iter__."
+            )
+        self._stream, self._stream_at, self._stream_epoch, self._recent = None, 0, 0, {}
 
     def _next_row(self) -> dict[str, Any]:
         for _ in range(2):
             if self._stream is None:
                 if hasattr(self._data, "set_epoch"):
-                    self._data.set_epoch(self._stream_epoch)  # type: ignore[union-attr]
-                self._stream = iter(self._data)  # type: ignore[arg-type]
+                    self._data.set_epoch(self._stream_epoch)
+                self._stream = iter(self._data)
             row = next(self._stream, None)
             if row is not None:
-                return dict(row)
+                return _as_row(row, f"Row {self._stream_at}")
+            if self._stream_at and self._stream is self._data:
+                raise ConfigurationError(
+                    f"The dataset is an iterator that ended after {self._stream_at} rows, and the run needs more. Pass "
+                    "something that can be iterated anew: a datasets.IterableDataset, or a class with __iter__."
+                )
             self._stream, self._stream_epoch = None, self._stream_epoch + 1
         raise ConfigurationError("The dataset is empty: its iterator gave no row.")
 
@@ -129,9 +144,8 @@ class TaskSource:
             return
         if "environment" not in columns:
             raise ConfigurationError("Several environments need an 'environment' column in the dataset; it has none.")
-        bad = sorted({repr(name) for name in self._data["environment"]} if hasattr(self._data, "column_names")
-                     else {repr(row.get("environment")) for row in self._data})  # fmt: skip
-        bad = [name for name in bad if name not in {repr(known) for known in self._environments}]
+        known = {repr(name) for name in self._environments}
+        bad = sorted({repr(name) for name in _column(self._data, "environment")} - known)
         if bad:
             raise ConfigurationError(self._unknown(bad))
 
@@ -147,6 +161,40 @@ class TaskSource:
         return f"Unknown environment name(s) in the dataset's 'environment' column: {shown}. Known: {known}."
 
 
+def _is_sized(data: Any) -> bool:
+    return hasattr(data, "__len__") and hasattr(data, "__getitem__")
+
+
+def _check_kind(data: Any) -> None:
+    if data is None or (not isinstance(data, (str, bytes, Mapping)) and (_is_sized(data) or hasattr(data, "__iter__"))):
+        return
+    hint = ""
+    if isinstance(data, Mapping) and data:
+        hint = f" Did you mean one of its values, as in dataset[{next(iter(data))!r}]?"
+    raise ConfigurationError(
+        f"A dataset is a list of rows, a datasets.Dataset or an iterable, not a {_kind(data)}.{hint}"
+    )
+
+
+def _kind(value: Any) -> str:
+    return type(value).__name__
+
+
+def _as_row(row: Any, name: str) -> dict[str, Any]:
+    if not isinstance(row, Mapping):
+        raise ConfigurationError(f"{name} of the dataset is a {_kind(row)}; a row is a dict of columns.")
+    return dict(row)
+
+
+def _rows(data: Any) -> Iterator[dict[str, Any]]:
+    """Every row of a sized dataset, by index: a class with `__getitem__` alone never ends when it is iterated."""
+    return (_as_row(data[i], f"Row {i}") for i in range(len(data)))
+
+
 def _columns(data: Any) -> set[str]:
     names: Iterable[str] | None = getattr(data, "column_names", None)
-    return set(names) if names is not None else {key for row in data for key in row}
+    return set(names) if names is not None else {key for row in _rows(data) for key in row}
+
+
+def _column(data: Any, name: str) -> Iterable[Any]:
+    return data[name] if hasattr(data, "column_names") else (row.get(name) for row in _rows(data))

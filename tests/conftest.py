@@ -9,6 +9,8 @@ from types import ModuleType
 
 import pytest
 
+sys.path.insert(0, str(pathlib.Path(__file__).parent))  # helpers beside the tests: train_kit
+
 
 @pytest.fixture(scope="session")
 def tiny() -> ModuleType:

@@ -7,10 +7,10 @@ import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from agentrl.environment import Instance, reset_kwargs
-from agentrl.errors import AgentRLError, ConfigurationError, EnvironmentFailed, RunStopped, SamplerError
+from agentrl.environment import Instance
+from agentrl.errors import AgentRLError, ConfigurationError, EnvironmentFailed, SamplerError
 from agentrl.pool import EnvironmentPool
 from agentrl.rollout.episode import Episode
 from agentrl.rollout.failures import FailureGuard
@@ -37,7 +37,7 @@ class RolloutSettings:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     deadlines: Deadlines = field(default_factory=Deadlines)
     max_attempts: int = 3  # tries of one rollout, each on a fresh instance, before it counts as failed
-    min_survivors: int = 2  # scored members below which a group of several is dropped
+    min_survivors: int = 2  # members left below which a group of several is dropped
     max_concurrent: int = 512
     max_failures_in_row: int = 16  # failed rollouts in a row that stop the run
     seed: int = 0
@@ -47,8 +47,9 @@ class RolloutSettings:
             raise ConfigurationError(f"max_completion_length must be at least 1, not {self.max_completion_length}.")
         if self.max_tool_calling_iterations is not None and self.max_tool_calling_iterations < 0:
             raise ConfigurationError("max_tool_calling_iterations must be 0 (tools never run) or more, or None.")
-        if self.max_attempts < 1 or self.max_concurrent < 1:
-            raise ConfigurationError("max_attempts and max_concurrent must be at least 1.")
+        for name in ("max_attempts", "max_concurrent", "max_failures_in_row"):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"{name} must be at least 1, not {getattr(self, name)}.")
 
 
 class RolloutEngine:
@@ -73,6 +74,7 @@ class RolloutEngine:
         self.sampler, self.renderer, self.pools = sampler, renderer, dict(pools)
         self.settings = settings or RolloutSettings()
         self.failures = FailureGuard(self.settings.max_failures_in_row)
+        self.warned: set[str] = set()  # environments whose groups were seen to start differently
         self._toolsets = {key: self._merge(pool, tools or {}) for key, pool in self.pools.items()}
         self._schemas = {key: [tool.schema for tool in tools.values()] for key, tools in self._toolsets.items()}
 
@@ -102,81 +104,102 @@ class RolloutEngine:
     def pool_of(self, task: Task) -> EnvironmentPool:
         return self.pools[self._key(task)]
 
-    async def play(self, task: Task, *, rollout_id: str, group_id: str, member: int = 0) -> tuple[Rollout, Instance]:
+    async def play(
+        self, task: Task, *, rollout_id: str, group_id: str, member: int = 0
+    ) -> tuple[Rollout, Instance | None]:
         """Plays one rollout to its end, retried on fresh instances where the environment's side failed.
 
         Returns:
-            The unscored rollout, and the instance that played it, which the caller gives back to its pool.
+            The unscored rollout, and the instance that played it, which the caller gives back to its pool; None for
+            a failed rollout, whose instances are back or closed already.
 
         Raises:
             ConfigurationError: The row cannot be played (no prompt, prompt longer than the model).
             RunStopped: Too many failures in a row.
         """
-        pool = self.pool_of(task)
-        for attempt in range(1, self.settings.max_attempts + 1):
-            instance = await pool.acquire()
-            episode = self._episode(task, instance, rollout_id, group_id, member, attempt)
-            try:
-                rollout = await self._attempt(episode)
-            except BaseException:
-                pool.release(instance, healthy=False)
-                raise
-            finally:
-                self.sampler.release(episode.conversation_id)
-            if not rollout.outcome.failed:
-                self.failures.success()
-                return rollout, instance
-            if attempt < self.settings.max_attempts:
-                pool.release(instance, healthy=False)
-        self.failures.failed(rollout, pool.name)
+        pool, names = self.pool_of(task), (rollout_id, group_id, member)
+        rollout, instance = await self._attempt(task, pool, names, 1)
+        for attempt in range(2, self.settings.max_attempts + 1):
+            if instance is not None:
+                break
+            rollout, instance = await self._attempt(task, pool, names, attempt)
+        if instance is None:
+            self.failures.failed(rollout, pool.name)
+        else:
+            self.failures.success()
         return rollout, instance
 
-    def _episode(self, task: Task, instance: Instance, rollout_id: str, group_id: str, member: int, attempt: int):
-        key = self._key(task)
-        seed = (self.settings.seed & 0x7FFFFFFF, derive_seed(rollout_id, attempt) if attempt > 1 else derive_seed(rollout_id))
-        return Episode(
-            task=task, instance=instance, rollout_id=rollout_id, group_id=group_id, member=member, attempt=attempt,
-            seed=seed, tools=self._toolsets[key], schemas=self._schemas[key], sampler=self.sampler,
-            renderer=self.renderer, settings=self.settings,
-        )  # fmt: skip
-
-    async def _attempt(self, episode: Episode) -> Rollout:
-        """One try; failures of our side become outcomes, never rewards."""
+    async def _attempt(
+        self, task: Task, pool: EnvironmentPool, names: tuple[str, str, int], attempt: int
+    ) -> tuple[Rollout, Instance | None]:
+        """One try. The instance comes along only where nothing failed."""
         started = time.perf_counter()
         try:
-            async with asyncio.timeout(self.settings.deadlines.episode_s):
-                kwargs = reset_kwargs(
-                    episode.instance.env, episode.task.row, episode.task.seed, {"rollout_id": episode.rollout_id}
-                )
-                await episode.reset(kwargs)
+            instance = await self._acquire(pool)
+        except EnvironmentFailed as failure:
+            nobody = self._episode(task, pool, Instance(None), names, attempt)
+            return nobody.finish(_outcome_of(failure), traceback.format_exc(), time.perf_counter() - started), None
+        keep = reusable = False
+        episode = self._episode(task, pool, instance, names, attempt)
+        try:
+            outcome, error = await self._play_out(episode)
+            rollout = episode.finish(outcome, error, time.perf_counter() - started)
+            # A sampler that failed says nothing against the environment, and building another may take minutes.
+            keep, reusable = not outcome.failed, outcome is Outcome.SAMPLER_FAILED
+        finally:
+            if not keep:
+                pool.release(instance, healthy=reusable)
+            self.sampler.release(episode.conversation_id)
+        return rollout, instance if keep else None
+
+    async def _acquire(self, pool: EnvironmentPool) -> Instance:
+        """An instance; building one is part of a reset, and has its deadline."""
+        seconds = self.settings.deadlines.reset_s
+        try:
+            async with asyncio.timeout(seconds):
+                return await pool.acquire()
+        except TimeoutError as e:
+            raise EnvironmentFailed(
+                f"Building an instance of {pool.name} took longer than {seconds} s.", stage="reset", deadline=True
+            ) from e
+
+    def _episode(
+        self, task: Task, pool: EnvironmentPool, instance: Instance, names: tuple[str, str, int], attempt: int
+    ) -> Episode:
+        key, (rollout_id, group_id, member) = self._key(task), names
+        stream = derive_seed(rollout_id) if attempt == 1 else derive_seed(rollout_id, attempt)
+        return Episode(
+            task=task, instance=instance, environment=pool.name or None, rollout_id=rollout_id, group_id=group_id,
+            member=member, attempt=attempt, seed=(self.settings.seed & 0x7FFFFFFF, stream),
+            tools=self._toolsets[key], schemas=self._schemas[key], sampler=self.sampler, renderer=self.renderer,
+            settings=self.settings,
+        )  # fmt: skip
+
+    async def _play_out(self, episode: Episode) -> tuple[Outcome, str | None]:
+        """How the episode ended, and the traceback where our side failed: that is an outcome, never a reward."""
+        seconds = self.settings.deadlines.episode_s
+        whole = asyncio.timeout(seconds)
+        try:
+            async with whole:
+                await episode.reset()
                 outcome = await episode.turns_until_end()
                 await episode.score()
-                error = None
-        except (ConfigurationError, RunStopped):
-            raise
+                return outcome, None
         except EnvironmentFailed as failure:
-            outcome, error = _outcome_of(failure), traceback.format_exc()
+            return _outcome_of(failure), traceback.format_exc()
         except SamplerError:
-            outcome, error = Outcome.SAMPLER_FAILED, traceback.format_exc()
+            return Outcome.SAMPLER_FAILED, traceback.format_exc()
         except TimeoutError:
-            outcome, error = Outcome.DEADLINE, f"the episode took longer than {self.settings.deadlines.episode_s} s"
+            late = f"The episode took longer than {seconds} s." if whole.expired() else traceback.format_exc()
+            return Outcome.DEADLINE, late
         except AgentRLError:
             raise
-        except Exception:
-            outcome, error = Outcome.SAMPLER_FAILED, traceback.format_exc()
-        return episode.finish(outcome, error, time.perf_counter() - started)
+        except Exception:  # between reset and the next turn: nothing that a model or a row should be able to cause
+            return Outcome.TOOL_FAILED, traceback.format_exc()
 
 
 def _outcome_of(failure: EnvironmentFailed) -> Outcome:
     if failure.deadline:
         return Outcome.DEADLINE
-    stages = {"reset": Outcome.RESET_FAILED, "tool": Outcome.TOOL_FAILED, "reward": Outcome.REWARD_FAILED}
-    return stages[failure.stage]
-
-
-def summary(rollout: Rollout) -> dict[str, Any]:
-    """The few facts of a rollout that a person reads first."""
-    return {
-        "outcome": rollout.outcome.value, "turns": len(rollout.turns), "calls": len(rollout.tool_calls),
-        "reward": rollout.reward,
-    }  # fmt: skip
+    stages = {"reset": Outcome.RESET_FAILED, "reward": Outcome.REWARD_FAILED}
+    return stages.get(failure.stage, Outcome.TOOL_FAILED)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import copy
-import json
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from agentrl.environment import Instance
-from agentrl.errors import ConfigurationError, SamplerError
+from agentrl.environment import Instance, reset_kwargs
+from agentrl.errors import AgentRLError, ConfigurationError, SamplerError
+from agentrl.rollout.messages import characters, check_output, opening, read_message
 from agentrl.rollout.sequences import completion_ids, to_sequences
 from agentrl.tool_schema import Tool, describe_unknown
 from agentrl.types import (
-    Content,
     Message,
     Outcome,
     ParsedCall,
@@ -22,8 +20,8 @@ from agentrl.types import (
     Prompt,
     Rollout,
     SampleOutput,
-    SampleRequest,
     Sampler,
+    SampleRequest,
     Task,
     ToolCallRecord,
     ToolResult,
@@ -41,6 +39,7 @@ class Episode:
 
     task: Task
     instance: Instance
+    environment: str | None  # its name, also where the factory builds several classes
     rollout_id: str
     group_id: str
     member: int
@@ -54,10 +53,10 @@ class Episode:
 
     messages: list[Message] = field(default_factory=list)
     text: str | None = None  # the prompt, where it is a plain string
+    observation: str = ""  # the end of `text` that `reset` wrote
     prompt_length: int = 0  # messages that belong to the prompt
     turns: list[TurnRecord] = field(default_factory=list)
     calls: list[ToolCallRecord] = field(default_factory=list)
-    rolled_back: bool = False
     scored: bool = False
     reward: float | None = None  # the environment's
     seconds: dict[str, float] = field(default_factory=lambda: {"reset": 0.0, "sample": 0.0, "tools": 0.0})
@@ -67,41 +66,57 @@ class Episode:
         return f"{self.rollout_id}/{self.attempt}"
 
     # --- the beginning ---
-    async def reset(self, kwargs: dict[str, Any]) -> None:
+    async def reset(self) -> None:
         """The environment is at its start and the prompt stands."""
         started = time.perf_counter()
         observation = None
         if self.instance.env is not None:
+            kwargs = reset_kwargs(self.instance.env, self.task.row, self.task.seed, {"rollout_id": self.rollout_id})
             observation = await self.instance.reset(kwargs, self.settings.deadlines.reset_s)
+            if self.instance.done:
+                raise ConfigurationError(
+                    f"{self.environment}.done is true right after reset(); set it to False there, instances are reused."
+                )
         self.seconds["reset"] += time.perf_counter() - started
         prompt = self.task.row.get("prompt")
-        if isinstance(prompt, str) and (self.tools or isinstance(observation, list) or self.renderer is None):
+        if isinstance(prompt, str) and (self.tools or isinstance(observation, list)):
             prompt = [{"role": "user", "content": prompt}]  # tools can only be shown in a conversation
         if isinstance(prompt, str):
-            self.text = prompt + (observation or "")  # type: ignore[operator]
+            self.observation = str(observation or "")
+            self.text = prompt + self.observation
             self.messages = [{"role": "user", "content": self.text}]
         else:
-            self.messages = _opening(prompt, observation, self)
+            self.messages = opening(prompt, observation, f"Row {self.task.index}", self.environment)
         self.prompt_length = len(self.messages)
 
     def _first_prompt(self) -> list[int] | None:
         if self.renderer is None:
             return None
-        if self.text is not None:
-            return self.renderer.text_prompt(self.text)
-        return self.renderer.first(self.messages, self.schemas)
+        if self.text is None:
+            ids = self.renderer.first(self.messages, self.schemas)
+        else:  # what reset() returned was not written by the prompt's author: it cannot become control tokens
+            trusted = self.text[: len(self.text) - len(self.observation)]
+            ids = self.renderer.text_prompt(trusted, self.observation)
+        self._check_fits(len(ids))
+        return ids
 
     # --- the turn loop ---
     async def turns_until_end(self) -> Outcome:
         """Samples and runs tools until the episode ends; says how it ended."""
         prompt = self._first_prompt()
-        first_length = len(prompt) if prompt is not None else 0
-        self._check_fits(first_length)
+        first_length = len(prompt or ())
         held, drift, iterations, limit = prompt, None, 0, self.settings.max_tool_calling_iterations
         while True:
+            started = time.perf_counter()
             output = await self._sample(held, self._allowance(held, first_length))
             parsed = self._parse(output)
-            self._record(held, output, parsed, drift)
+            self.messages.append(parsed.message)
+            self.turns.append(
+                TurnRecord(
+                    held, output.ids, output.log_probs, parsed.message, output.finish_reason, output.version, drift,
+                    time.perf_counter() - started,
+                )
+            )  # fmt: skip
             if output.finish_reason == "length":
                 return Outcome.TRUNCATED
             if not parsed.calls or not self.tools:
@@ -113,17 +128,20 @@ class Episode:
             iterations += 1
             if self.instance.done:
                 return Outcome.ENV_DONE
-            if held is not None:
+            if held is not None and output.ids is None:
+                held = drift = None  # a sampler without ids: the next prompt cannot continue what it drew
+            elif held is not None:
                 held = [*held, *(output.ids or ())]
                 following = self._next_prompt(held, new_from, first_length)
                 if following is None:
                     del self.messages[new_from:]
-                    self.rolled_back = True
                     return Outcome.TRUNCATED
                 held, drift = following.ids, following.drift
 
     def _check_fits(self, length: int) -> None:
         context = self.settings.max_context
+        if length == 0:
+            raise ConfigurationError(f"The prompt of row {self.task.index} is empty: write something into it.")
         if context is not None and length >= context:
             raise ConfigurationError(
                 f"The prompt of row {self.task.index} has {length} tokens, but the model sees {context}: "
@@ -147,7 +165,7 @@ class Episode:
             ends.append(self.settings.max_context)
         if ends:
             room = min(ends) - len(held)
-            size = sum(_characters(message["content"]) for message in self.messages[new_from:])
+            size = sum(characters(message["content"]) for message in self.messages[new_from:])
             if size > max(room, 1) * self.renderer.max_token_chars():
                 return None  # certainly too long: not worth tokenising
         following = self.renderer.next(held, self.messages, new_from, self.schemas)
@@ -159,29 +177,40 @@ class Episode:
             params=self.settings.sampling, seed=(*self.seed, len(self.turns)), conversation_id=self.conversation_id,
             stop_ids=self.renderer.stop_ids if self.renderer is not None else (),
         )  # fmt: skip
-        started = time.perf_counter()
+        started, seconds = time.perf_counter(), self.settings.deadlines.turn_s
+        turn = asyncio.timeout(seconds)
         try:
-            async with asyncio.timeout(self.settings.deadlines.turn_s):
-                return await self.sampler.sample(request)
-        except TimeoutError as e:
-            raise SamplerError(f"a turn took longer than {self.settings.deadlines.turn_s} s") from e
+            async with turn:
+                output = await self.sampler.sample(request)
+            check_output(output, request)
+            return output
+        except asyncio.CancelledError as e:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raise SamplerError("The sampler cancelled the turn.") from e
+        except AgentRLError:
+            raise
+        except Exception as e:
+            if isinstance(e, TimeoutError) and turn.expired():
+                raise TimeoutError(f"A turn took longer than {seconds} s.") from e
+            raise SamplerError(f"The sampler failed: {type(e).__name__}: {e}") from e
         finally:
             self.seconds["sample"] += time.perf_counter() - started
 
     def _parse(self, output: SampleOutput) -> ParsedTurn:
-        if self.renderer is not None and output.ids is not None:
+        try:
+            if output.ids is None:
+                return read_message(output.message or {}, start=len(self.calls))
+            if self.renderer is None:
+                raise SamplerError("The sampler drew ids, and there is no tokenizer to read them: pass tokenizer=...")
             if self.text is not None:
-                return ParsedTurn({"role": "assistant", "content": self.renderer.decode(output.ids)})
+                return ParsedTurn({"role": "assistant", "content": self.renderer.plain_text(output.ids)})
             return self.renderer.parse(output.ids, self.schemas, start=len(self.calls))
-        if output.message is None:
-            raise SamplerError("the sampler gave neither ids nor a message")
-        return _normalised(output.message)
-
-    def _record(self, held: list[int] | None, output: SampleOutput, parsed: ParsedTurn, drift: Any) -> None:
-        self.messages.append(parsed.message)
-        self.turns.append(
-            TurnRecord(held, output.ids, output.log_probs, parsed.message, output.finish_reason, output.version, drift)
-        )
+        except AgentRLError:
+            raise
+        except Exception as e:
+            raise SamplerError(f"What the sampler gave cannot be read: {type(e).__name__}: {e}") from e
 
     # --- tools ---
     async def _run_calls(self, calls: tuple[ParsedCall, ...]) -> None:
@@ -191,7 +220,13 @@ class Episode:
             self.seconds["tools"] += result.seconds
             self.calls.append(
                 ToolCallRecord(
-                    len(self.turns) - 1, call.id, call.name, call.arguments, result.content, result.error, result.seconds
+                    len(self.turns) - 1,
+                    call.id,
+                    call.name,
+                    call.arguments,
+                    result.content,
+                    result.error,
+                    result.seconds,
                 )
             )
             self.messages.append(
@@ -225,7 +260,7 @@ class Episode:
         after = self.messages[self.prompt_length :]
         return Rollout(
             id=self.rollout_id, group_id=self.group_id, member=self.member, task=self.task,
-            environment=self.instance.name if self.instance.env is not None else None,
+            environment=self.environment,
             prompt=self.text if self.text is not None else self.messages[: self.prompt_length],
             messages=self.messages,
             completion="".join(str(message["content"]) for message in after) if self.text is not None else after,
@@ -233,71 +268,5 @@ class Episode:
             sequences=() if outcome.failed else tuple(to_sequences(turns)),
             tool_calls=tuple(self.calls), outcome=outcome, error=error, attempts=self.attempt,
             truncated=outcome is Outcome.TRUNCATED, seconds=self.seconds,
-            rewards={self.instance.name: self.reward} if self.scored and not outcome.failed else {},
+            rewards={self.environment or "": self.reward} if self.scored and not outcome.failed else {},
         )  # fmt: skip
-
-
-def _opening(prompt: list[Message] | None, observation: Content | None, episode: Episode) -> list[Message]:
-    """The first messages: the row's prompt with what `reset` returned at the end of its last user message."""
-    messages = copy.deepcopy(list(prompt)) if prompt is not None else []
-    if observation is None:
-        if not messages:
-            name = episode.instance.name
-            raise ConfigurationError(
-                f"Row {episode.task.index} has no prompt and {name}.reset() returned None: one of them must say what to do."
-            )
-        return messages
-    last = next((message for message in reversed(messages) if message.get("role") == "user"), None)
-    if last is None:
-        return [*messages, {"role": "user", "content": observation}]
-    before = last.get("content") or ""
-    if isinstance(before, str) and isinstance(observation, str):
-        last["content"] = before + observation
-    else:
-        last["content"] = _blocks(before) + _blocks(observation)
-    return messages
-
-
-def _blocks(content: Content) -> list[dict[str, Any]]:
-    if isinstance(content, str):
-        return [{"type": "text", "text": content}] if content else []
-    return list(content)
-
-
-def _characters(content: Content) -> int:
-    if isinstance(content, str):
-        return len(content)
-    return sum(len(block.get("text", "")) for block in content)
-
-
-def _normalised(message: Message) -> ParsedTurn:
-    """A message that came without ids, in the shape that parsing gives: role and content set, well-formed calls only."""
-    calls = read_calls(message)
-    shaped = {"role": "assistant", "content": message.get("content") or ""}
-    shaped |= {key: value for key, value in message.items() if key not in ("role", "content", "tool_calls")}
-    fine = [call for call in calls if call.error is None]
-    if fine:
-        shaped["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in fine
-        ]
-    return ParsedTurn(shaped, calls)
-
-
-def read_calls(message: Message) -> tuple[ParsedCall, ...]:
-    """The calls of a message that came without ids, in OpenAI's shape; arguments may be a dict or JSON text."""
-    calls = []
-    for index, call in enumerate(message.get("tool_calls") or ()):
-        function = call.get("function", call)
-        name, arguments = str(function.get("name", "")), function.get("arguments") or {}
-        error = None
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments)
-            except json.JSONDecodeError as e:
-                arguments, error = {}, f"Error: the arguments of '{name}' are not valid JSON: {e}."
-        if not isinstance(arguments, dict):
-            error = f"Error: the arguments of '{name}' must be a JSON object, not {type(arguments).__name__}."
-            arguments = {}
-        calls.append(ParsedCall(call.get("id") or f"call_{index}", name, arguments, error))
-    return tuple(calls)

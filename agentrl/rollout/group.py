@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from agentrl.environment import Instance
 from agentrl.rollout.engine import RolloutEngine
 from agentrl.rollout.scoring import Scorer
 from agentrl.types import Rollout, RolloutGroup, Task
@@ -22,10 +23,6 @@ class GroupPlan:
     size: int
 
 
-class _Warned:
-    start_states = False
-
-
 async def run_group(
     engine: RolloutEngine, scorer: Scorer, plan: GroupPlan, *, trainer_state: Any = None,
     slots: asyncio.Semaphore | None = None,
@@ -37,11 +34,15 @@ async def run_group(
     """
     pool = engine.pool_of(plan.task)
 
-    async def one(member: int):
+    async def one(member: int) -> tuple[Rollout, Instance | None]:
         async with slots or _NoLimit():
-            return await engine.play(
+            rollout, instance = await engine.play(
                 plan.task, rollout_id=f"{plan.id}.{member}", group_id=plan.id, member=member
             )
+            if instance is not None and not scorer.reads_environments:
+                pool.release(instance, healthy=True)  # others need not build one while this group is unfinished
+                instance = None
+            return rollout, instance
 
     members = [asyncio.ensure_future(one(member)) for member in range(plan.size)]
     try:
@@ -50,31 +51,34 @@ async def run_group(
         for member in members:
             member.cancel()
         for done in await asyncio.gather(*members, return_exceptions=True):
-            if isinstance(done, tuple):
+            if isinstance(done, tuple) and done[1] is not None:
                 pool.release(done[1], healthy=False)
         raise
+    rollouts = [rollout for rollout, _ in played]
+    alive = [i for i, rollout in enumerate(rollouts) if not rollout.outcome.failed]
+    instances = [instance for _, instance in played if instance is not None]
+    metrics: dict[str, list[float]] = {}
+    healthy = False
     try:
-        alive = [i for i, (rollout, _) in enumerate(played) if not rollout.outcome.failed]
-        rollouts = [rollout for rollout, _ in played]
-        metrics: dict[str, list[float]] = {}
         if alive:
-            instances = [played[i][1].env for i in alive] if played[0][1].env is not None else None
-            scored, metrics = await scorer.score([rollouts[i] for i in alive], instances, trainer_state)
+            environments = [instance.env for instance in instances] if pool.name and instances else None
+            scored, metrics = await scorer.score([rollouts[i] for i in alive], environments, trainer_state)
             for i, rollout in zip(alive, scored, strict=True):
                 rollouts[i] = rollout
+        healthy = True
     finally:
-        for rollout, instance in played:
-            pool.release(instance, healthy=not rollout.outcome.failed)
+        for instance in instances:
+            pool.release(instance, healthy=healthy)
     dropped = len(alive) < min(engine.settings.min_survivors, plan.size)
-    metrics["rollout/start_state_mismatch"] = [float(_start_states_differ(rollouts, alive, pool.name))]
+    metrics["rollout/start_state_mismatch"] = [float(_start_states_differ(engine, rollouts, alive, pool.name))]
     return RolloutGroup(plan.id, plan.task, tuple(rollouts), dropped, metrics)
 
 
-def _start_states_differ(rollouts: Sequence[Rollout], alive: Sequence[int], name: str) -> bool:
+def _start_states_differ(engine: RolloutEngine, rollouts: Sequence[Rollout], alive: Sequence[int], name: str) -> bool:
     prompts = [rollouts[i].prompt for i in alive]
     differ = any(prompt != prompts[0] for prompt in prompts[1:])
-    if differ and not _Warned.start_states:
-        _Warned.start_states = True
+    if differ and name not in engine.warned:
+        engine.warned.add(name)
         warnings.warn(
             f"Rollouts of one group began differently in {name}: the baseline compares different tasks. "
             "Derive the start state from the `seed` that reset() can take.",

@@ -23,15 +23,10 @@ class LoopThread:
         """The coroutine's result; Ctrl-C cancels it and is raised here."""
         if self._loop is None or self._loop.is_closed():
             self._loop = asyncio.new_event_loop()
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            return self._complete(coroutine)
-        return self._in_thread(coroutine)
+        return self._in_thread(coroutine) if _loop_runs_here() else self._complete(self._loop.create_task(coroutine))
 
-    def _complete(self, coroutine: Coroutine[Any, Any, T]) -> T:
+    def _complete(self, task: asyncio.Task[T]) -> T:
         assert self._loop is not None
-        task = self._loop.create_task(coroutine)
         try:
             return self._loop.run_until_complete(task)
         except BaseException:
@@ -41,24 +36,51 @@ class LoopThread:
             raise
 
     def _in_thread(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        box: dict[str, Any] = {}
+        assert self._loop is not None
+        task = self._loop.create_task(coroutine)
+        errors: list[BaseException] = []
+        ended = threading.Event()  # Thread.join() takes the thread for ended once Ctrl-C has interrupted it
 
         def work() -> None:
             try:
-                box["result"] = self._complete(coroutine)
+                self._complete(task)
             except BaseException as e:
-                box["error"] = e
+                errors.append(e)
+            finally:
+                ended.set()
 
-        thread = threading.Thread(target=work, name="agentrl-loop")
-        thread.start()
-        thread.join()
-        if "error" in box:
-            raise box["error"]
-        return box["result"]
+        threading.Thread(target=work, name="agentrl-loop").start()
+        try:
+            ended.wait()
+        except BaseException:  # Ctrl-C arrives here, in the main thread
+            self._loop.call_soon_threadsafe(task.cancel)
+            ended.wait()
+            raise
+        if errors:
+            raise errors[0]
+        return task.result()
 
     def close(self) -> None:
-        """The loop is gone; generators left open on it are closed first."""
-        if self._loop is None or self._loop.is_closed() or self._loop.is_running():
+        """The loop is gone; tasks and generators left open on it are ended first."""
+        loop = self._loop
+        if loop is None or loop.is_closed() or loop.is_running():
             return
-        self.run(self._loop.shutdown_asyncgens())
-        self._loop.close()
+        self.run(_end_tasks())
+        self.run(loop.shutdown_asyncgens())
+        loop.close()
+
+
+async def _end_tasks() -> None:
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in left:
+        task.cancel()
+    if left:
+        await asyncio.wait(left, timeout=1.0)
+
+
+def _loop_runs_here() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

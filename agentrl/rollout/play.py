@@ -7,15 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from agentrl import sampler as samplers
-from agentrl.errors import ConfigurationError, EnvironmentFailed
+from agentrl.errors import AgentRLError, ConfigurationError, EnvironmentFailed, SamplerError
 from agentrl.pool import EnvironmentPool
 from agentrl.registry import resolve
 from agentrl.rollout.engine import RolloutEngine, RolloutSettings
 from agentrl.rollout.group import GroupPlan, run_group
 from agentrl.rollout.loop import LoopThread
 from agentrl.rollout.scoring import Scorer, name_sources
-from agentrl.tool_schema import build_tool
-from agentrl.types import Rollout, SampleOutput, SampleRequest, Sampler, SamplingParams, Task
+from agentrl.tool_schema import Tool, build_tool
+from agentrl.types import Outcome, Rollout, SampleOutput, Sampler, SampleRequest, SamplingParams, Task
 
 
 def play_episode(
@@ -26,7 +26,7 @@ def play_episode(
     seed: int = 0,
     tokenizer: Any = None,
     tools: Sequence[Callable[..., Any]] = (),
-    reward_funcs: Sequence[Callable[..., Any]] = (),
+    reward_funcs: Callable[..., Any] | Sequence[Callable[..., Any]] = (),
     max_tool_calling_iterations: int | None = 32,
     max_completion_length: int | None = 4096,
     sampling: SamplingParams | None = None,
@@ -49,6 +49,7 @@ def play_episode(
     Raises:
         ConfigurationError: Something that cannot be played.
         EnvironmentFailed: `reset`, a tool or `get_reward` broke; the traceback is in the message.
+        SamplerError: The policy broke.
 
     >>> class Door:
     ...     def reset(self): self.open = False; return "Open the door."
@@ -61,6 +62,9 @@ def play_episode(
     >>> episode.reward, episode.outcome.value, [message["role"] for message in episode.messages]
     (1.0, 'finished', ['user', 'assistant', 'tool', 'assistant'])
     """
+    sampler = _as_sampler(policy, tokenizer, seed)
+    sources = name_sources([reward_funcs] if callable(reward_funcs) else list(reward_funcs))
+    named = _by_name(tools)
     factory = environment if environment is None or _is_factory(environment) else lambda: environment
     pool = EnvironmentPool(resolve(factory) if factory is not None else None)
     renderer = None
@@ -73,18 +77,27 @@ def play_episode(
         sampling=sampling or SamplingParams(), max_attempts=1, min_survivors=0, seed=seed,
         max_context=_context(policy), max_failures_in_row=2,
     )  # fmt: skip
-    named = {tool.name: tool for tool in map(build_tool, tools)}
-    engine = RolloutEngine(_as_sampler(policy, tokenizer, seed), renderer, {None: pool}, named, settings)
+    engine = RolloutEngine(sampler, renderer, {None: pool}, named, settings)
     plan = GroupPlan(f"play{seed}", Task(index=0, epoch=0, seed=seed, row=dict(task or {})), 1)
     loop = LoopThread()
     try:
-        group = loop.run(_once(engine, Scorer(name_sources(list(reward_funcs), taken=[pool.name])), plan))
+        group = loop.run(_once(engine, Scorer(sources), plan))
     finally:
         loop.close()
+        if sampler is not policy and hasattr(sampler, "close"):
+            sampler.close()  # type: ignore[attr-defined]
     (rollout,) = group.rollouts
     if rollout.outcome.failed:
-        raise EnvironmentFailed(f"The episode ended as {rollout.outcome.value}:\n{rollout.error}")
+        raise _failure(rollout)
     return rollout
+
+
+def _failure(rollout: Rollout) -> AgentRLError:
+    what = f"The episode ended as {rollout.outcome.value}:\n{rollout.error}"
+    if rollout.outcome is Outcome.SAMPLER_FAILED:
+        return SamplerError(what)
+    stage = rollout.outcome.value.removesuffix("_failed")
+    return EnvironmentFailed(what, stage=stage, deadline=rollout.outcome is Outcome.DEADLINE)
 
 
 async def _once(engine: RolloutEngine, scorer: Scorer, plan: GroupPlan):
@@ -93,6 +106,15 @@ async def _once(engine: RolloutEngine, scorer: Scorer, plan: GroupPlan):
     finally:
         for pool in engine.pools.values():
             await pool.close()
+
+
+def _by_name(tools: Sequence[Callable[..., Any]]) -> dict[str, Tool]:
+    named: dict[str, Tool] = {}
+    for tool in map(build_tool, tools):
+        if tool.name in named:
+            raise ConfigurationError(f"Two tools are named '{tool.name}'; rename one.")
+        named[tool.name] = tool
+    return named
 
 
 def _is_factory(environment: Any) -> bool:
@@ -107,7 +129,11 @@ def _context(policy: Any) -> int | None:
 def _as_sampler(policy: Any, tokenizer: Any, seed: int) -> Sampler:
     if policy is None:
         return samplers.RandomPolicy(seed, tokenizer=tokenizer)
+    if isinstance(policy, type):
+        raise ConfigurationError(f"policy is the class {policy.__name__}; pass an instance of it.")
     if hasattr(policy, "sample") and inspect.iscoroutinefunction(policy.sample):
+        if not callable(getattr(policy, "release", None)):
+            raise ConfigurationError(f"The sampler {type(policy).__name__} has no release(conversation_id); add one.")
         return policy
     if hasattr(policy, "generate") and hasattr(policy, "config"):
         if tokenizer is None:

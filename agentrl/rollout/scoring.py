@@ -6,7 +6,7 @@ import asyncio
 import functools
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +15,8 @@ from agentrl.errors import ConfigurationError
 from agentrl.types import Rollout
 
 RewardFunction = Callable[..., Any]
+
+_SLOW_S = 0.002  # a sync function that takes longer moves to a thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +69,16 @@ def _readable_name(function: RewardFunction) -> str:
 class Scorer:
     """Calls every reward function once per group, and sums what they say.
 
-    Async functions are awaited together; sync ones run one after another on one thread, so that slow ones do not
-    stop the episodes that are still playing and need not be thread-safe.
+    Async functions are awaited together. Sync ones run here, on the thread that trains, where users expect them
+    (signals, database connections); one that proves slow, or brings an event loop of its own, moves to a thread, so
+    that it does not hold up the episodes that are still playing. They run one at a time and need not be thread-safe.
     """
 
     def __init__(self, sources: Sequence[RewardSource]) -> None:
         self.sources = list(sources)
         self._thread: ThreadPoolExecutor | None = None
-        self._inline = True  # until a sync function proves slow
+        self.reads_environments = any(_may_ask_for(source.function, "environments") for source in self.sources)
+        self._places: dict[int, str] = {}  # by source: "thread", or "here" where it cannot leave; else not known yet
 
     async def score(
         self, rollouts: Sequence[Rollout], environments: Sequence[Any] | None, trainer_state: Any
@@ -90,54 +94,72 @@ class Scorer:
             The scored rollouts, and the values given to `log_metric` by name.
 
         Raises:
-            ConfigurationError: A function returned something else than one number or None per completion.
+            ConfigurationError: A function returned something else than one number or None per completion, or needs
+                an argument that there is not.
+            Exception: What a function raised, with a note of its name.
         """
-        extras: dict[str, list[Any]] = {}
-        metrics: dict[str, list[float]] = {}
-
-        def log_extra(column: str, values: Sequence[Any]) -> None:
-            if len(values) != len(rollouts):
-                raise ConfigurationError(
-                    f"log_extra('{column}') got {len(values)} values for {len(rollouts)} completions; give one for each."
-                )
-            extras[column] = list(values)
-
-        def log_metric(name: str, value: float) -> None:
-            metrics.setdefault(name, []).append(float(value))
-
+        log = _Log(len(rollouts))
         offered = _keyword_arguments(rollouts, environments)
-        offered |= {"trainer_state": trainer_state, "log_extra": log_extra, "log_metric": log_metric}
+        offered |= {"trainer_state": trainer_state, "log_extra": log.extra, "log_metric": log.metric}
         answers = await self._call_all(offered)
         columns = [
             check_rewards(answer, len(rollouts), source.name)
             for source, answer in zip(self.sources, answers, strict=True)
         ]
-        return [self._scored(rollout, columns, extras, i) for i, rollout in enumerate(rollouts)], metrics
+        return [self._scored(rollout, columns, log.extras, i) for i, rollout in enumerate(rollouts)], log.metrics
 
     async def _call_all(self, offered: dict[str, Any]) -> list[Any]:
-        answers: list[Any] = [None] * len(self.sources)
-        waiting = {}
-        for index, source in enumerate(self.sources):
-            if _is_async(source.function):
-                waiting[index] = asyncio.ensure_future(source.function(**_accepted(source.function, offered)))
-        for index, source in enumerate(self.sources):
-            if index not in waiting:
-                call = functools.partial(source.function, **_accepted(source.function, offered))
-                answers[index] = await self._call_sync(call)
-        for index, answer in zip(waiting, await asyncio.gather(*waiting.values()), strict=True):
-            answers[index] = answer
-        return answers
+        waiting = {
+            index: asyncio.ensure_future(self._call(index, source, offered))
+            for index, source in enumerate(self.sources)
+            if _is_async(source.function)
+        }
+        try:
+            answers = {
+                index: await self._call(index, source, offered)
+                for index, source in enumerate(self.sources)
+                if index not in waiting
+            }
+            answers |= dict(zip(waiting, await asyncio.gather(*waiting.values()), strict=True))
+        except BaseException:  # nobody waits for the others any more
+            for task in waiting.values():
+                task.cancel()
+            await asyncio.gather(*waiting.values(), return_exceptions=True)
+            raise
+        return [answers[index] for index in range(len(self.sources))]
 
-    async def _call_sync(self, call: Callable[[], Any]) -> Any:
-        loop = asyncio.get_running_loop()
-        if self._inline:
+    async def _call(self, index: int, source: RewardSource, offered: dict[str, Any]) -> Any:
+        call = functools.partial(source.function, **_accepted(source, offered))
+        try:
+            answer = call() if _is_async(source.function) else await self._call_sync(index, call)
+            return await answer if inspect.isawaitable(answer) else answer
+        except Exception as error:
+            error.add_note(f"Raised by the reward function '{source.name}'.")
+            raise
+
+    async def _call_sync(self, index: int, call: Callable[[], Any]) -> Any:
+        loop, place = asyncio.get_running_loop(), self._places.get(index)
+        if place != "thread":
             started = loop.time()
-            answer = call()
-            self._inline = loop.time() - started < 0.002
-        else:
-            self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="agentrl-reward")
-            answer = await loop.run_in_executor(self._thread, call)
-        return await answer if inspect.isawaitable(answer) else answer
+            try:
+                answer = call()
+            except RuntimeError as error:
+                if place == "here" or "running event loop" not in str(error):
+                    raise
+                self._places[index] = "thread"  # it calls asyncio.run
+            else:
+                if place is None and loop.time() - started > _SLOW_S:
+                    self._places[index] = "thread"
+                return answer
+        self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="agentrl-reward")
+        try:
+            return await loop.run_in_executor(self._thread, call)
+        except Exception as error:
+            # signal: "only works in main thread"; sqlite3: "can only be used in that same thread"
+            if "main thread" not in str(error) and "same thread" not in str(error):
+                raise
+            self._places[index] = "here"
+            return call()
 
     def _scored(self, rollout: Rollout, columns: list[list[float | None]], extras: dict[str, list[Any]], i: int):
         rewards = dict(rollout.rewards)  # the environment's own, with weight 1
@@ -172,15 +194,53 @@ def _is_async(function: RewardFunction) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
-def _accepted(function: RewardFunction, offered: dict[str, Any]) -> dict[str, Any]:
+def _accepted(source: RewardSource, offered: dict[str, Any]) -> dict[str, Any]:
     """Only what the signature names, unless it takes ``**kwargs``."""
     try:
-        parameters = inspect.signature(function).parameters.values()
+        parameters = inspect.signature(source.function).parameters.values()
     except (TypeError, ValueError):  # builtins without a signature
         return offered
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    missing = [p.name for p in named if p.default is p.empty and p.name not in offered]
+    if missing:
+        raise ConfigurationError(
+            f"Reward function '{source.name}' needs '{missing[0]}', and no column of the dataset has that name. "
+            f"There is: {', '.join(sorted(offered))}."
+        )
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return offered
-    return {p.name: offered[p.name] for p in parameters if p.name in offered and p.kind is not p.POSITIONAL_ONLY}
+    return {p.name: offered[p.name] for p in named if p.name in offered}
+
+
+def _may_ask_for(function: RewardFunction, name: str) -> bool:
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return True
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+class _Log:
+    """What reward functions log beside their rewards."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self.extras: dict[str, list[Any]] = {}
+        self.metrics: dict[str, list[float]] = {}
+
+    def extra(self, column: str, values: Sequence[Any]) -> None:
+        """A column of the completions table: one value for each completion."""
+        listed = list(values)
+        if len(listed) != self._count or isinstance(values, str):
+            what = "a string" if isinstance(values, str) else f"{len(listed)} values"
+            raise ConfigurationError(
+                f"log_extra('{column}') got {what} for {self._count} completions; give one value for each."
+            )
+        self.extras[column] = listed
+
+    def metric(self, name: str, value: float) -> None:
+        """A number to be logged with the trainer's own metrics."""
+        self.metrics.setdefault(name, []).append(float(value))
 
 
 def check_rewards(answer: Any, count: int, name: str) -> list[float | None]:
@@ -194,7 +254,8 @@ def check_rewards(answer: Any, count: int, name: str) -> list[float | None]:
     """
     if hasattr(answer, "tolist"):  # numpy, torch
         answer = answer.tolist()
-    if isinstance(answer, (str, bytes)) or not hasattr(answer, "__len__") or not hasattr(answer, "__iter__"):
+    wrong = isinstance(answer, (str, bytes, Mapping, Set))
+    if wrong or not hasattr(answer, "__len__") or not hasattr(answer, "__iter__"):
         raise ConfigurationError(
             f"Reward function '{name}' returned a {type(answer).__name__}; it must return a list of {count} numbers "
             "or None, one for each completion."
@@ -210,11 +271,15 @@ def _number(value: Any, name: str) -> float | None:
     if value is None:
         return None
     try:
+        if isinstance(value, (str, bytes)):
+            raise TypeError
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # a tensor of several elements: RuntimeError
         raise ConfigurationError(
             f"Reward function '{name}' returned {value!r:.80} for a completion; it must be a number or None."
         ) from None
     if math.isinf(number):
-        raise ConfigurationError(f"Reward function '{name}' returned {number} for a completion; rewards must be finite.")
+        raise ConfigurationError(
+            f"Reward function '{name}' returned {number} for a completion; rewards must be finite."
+        )
     return None if math.isnan(number) else number

@@ -37,9 +37,7 @@ def to_sequences(turns: Iterable[TurnRecord]) -> list[TrainingSequence]:
         mask += [False] * len(context) + [True] * len(output)
         old += [math.nan] * len(context) + list(log_probs)
         versions.append(turn.version)
-    return [
-        TrainingSequence(ids, mask, old, min(versions)) for ids, mask, old, versions in rows if any(mask)
-    ]
+    return [TrainingSequence(ids, mask, old, min(versions)) for ids, mask, old, versions in rows if any(mask)]
 
 
 def completion_ids(turns: Iterable[TurnRecord]) -> list[int]:
