@@ -11,6 +11,7 @@ from typing import Any
 __version__ = "0.1.0.dev0"
 
 _WHERE = {
+    "AgentEnv": "gym",
     "AgentRLError": "errors",
     "ConfigurationError": "errors",
     "Deadlines": "types",
@@ -20,6 +21,7 @@ _WHERE = {
     "EpisodeWriter": "record",
     "GRPOConfig": "train.config",
     "GRPOTrainer": "train.trainer",
+    "GymnasiumEnvironment": "gym",
     "Outcome": "types",
     "RandomPolicy": "sampler.random_policy",
     "Renderer": "render.renderer",
@@ -31,17 +33,53 @@ _WHERE = {
     "Sampler": "types",
     "SamplingParams": "types",
     "ScriptedSampler": "sampler.scripted",
+    "ToolDefinitionError": "errors",
     "TransformersSampler": "sampler.transformers",
     "check_environment": "check",
     "make": "registry",
     "play_episode": "rollout.play",
     "read_episodes": "record",
     "register": "registry",
+    "tiny_policy": "train.tiny",
     "tool": "tool_schema",
     "warm_up": "train.warm_up",
 }
 
-__all__ = ["__version__", *_WHERE]  # noqa: PLE0604
+__all__ = [
+    "AgentEnv",
+    "AgentRLError",
+    "ConfigurationError",
+    "Deadlines",
+    "Environment",
+    "EnvironmentFailed",
+    "EnvironmentPool",
+    "EpisodeWriter",
+    "GRPOConfig",
+    "GRPOTrainer",
+    "GymnasiumEnvironment",
+    "Outcome",
+    "RandomPolicy",
+    "Renderer",
+    "Rollout",
+    "RolloutEngine",
+    "RolloutSettings",
+    "SampleOutput",
+    "SampleRequest",
+    "Sampler",
+    "SamplingParams",
+    "ScriptedSampler",
+    "ToolDefinitionError",
+    "TransformersSampler",
+    "__version__",
+    "check_environment",
+    "make",
+    "play_episode",
+    "read_episodes",
+    "register",
+    "tiny_policy",
+    "tool",
+    "warm_up",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -38,9 +38,9 @@ class Caller:
         kwargs: Mapping[str, Any],
         timeout: float | None,
         *,
-        inline: bool = False,
+        inline: bool | None = None,
     ) -> Outcome:
-        """(True, result) or (False, exception).
+        """(True, result) or (False, exception). `inline` goes over the caller's own setting.
 
         Raises:
             Late: after `timeout` seconds. Inline calls have no deadline.
@@ -49,7 +49,7 @@ class Caller:
             return False, EnvironmentFailed("This instance was abandoned and cannot be used again.")
         if is_async_callable(function):
             return await self.on_loop(function, args, kwargs, timeout)
-        if inline or self.inline:
+        if self.inline if inline is None else inline:
             ok, value = call_inline(function, args, kwargs)
         else:
             ok, value = await self._on_lane(functools.partial(function, *args, **kwargs), timeout)

@@ -259,7 +259,9 @@ class Instance:
             return ToolResult(str(error), "bad_arguments", time.perf_counter() - start)
         args = (self.env,) if tool.on_instance else ()
         try:
-            ok, value = await self._caller.invoke(tool.function, args, kwargs, timeout, inline=tool.inline)
+            # a cheap environment says nothing about the standalone tools beside it
+            inline = tool.inline or (self.inline and tool.on_instance)
+            ok, value = await self._caller.invoke(tool.function, args, kwargs, timeout, inline=inline)
             if ok:
                 return ToolResult(to_content(value), None, time.perf_counter() - start)
         except Late:

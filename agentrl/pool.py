@@ -23,6 +23,7 @@ class EnvironmentPool:
             without an environment (their instances give standalone tools a thread).
         name: Instead of the class name of what the factory builds.
         max_abandoned: Calls that may hang at the same time (each holds a thread) before the run stops.
+        owned: Whether the environments are the pool's to close.
 
     Raises:
         ConfigurationError: the factory is not one, fails, or builds something without `reset`.
@@ -30,11 +31,17 @@ class EnvironmentPool:
     """
 
     def __init__(
-        self, factory: Callable[[], object] | None, *, name: str | None = None, max_abandoned: int = 64
+        self,
+        factory: Callable[[], object] | None,
+        *,
+        name: str | None = None,
+        max_abandoned: int = 64,
+        owned: bool = True,
     ) -> None:
         _check_factory(factory)
         self._factory = factory
         self._max_abandoned = max_abandoned
+        self._owned = owned
         self._inline = getattr(factory, "run_inline", False) is True
         self._idle: list[Instance] = []
         self._in_use: set[Instance] = set()
@@ -109,7 +116,7 @@ class EnvironmentPool:
             ) from env
         validate_environment(env, self._factory)
         self.built += 1
-        return Instance(env, lane=lane, on_abandon=self._stuck.append)
+        return Instance(env, lane=lane, owned=self._owned, on_abandon=self._stuck.append)
 
     async def _build(self) -> Instance:
         factory = self._factory
@@ -130,7 +137,7 @@ class EnvironmentPool:
             )
         validate_environment(env, factory)
         self.built += 1
-        return Instance(env, lane=lane, on_abandon=self._stuck.append)
+        return Instance(env, lane=lane, owned=self._owned, on_abandon=self._stuck.append)
 
     async def _build_on(self, lane: Lane, factory: Callable[[], object]) -> Outcome:
         built: list[object] = []

@@ -7,6 +7,7 @@ a mask as the borders of its runs. Not-a-number is written as null, infinity as 
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -192,6 +193,33 @@ class EpisodeWriter:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def begin_record(path: str | os.PathLike[str], step: int) -> None:
+    """The file holds no episode of step `step` or later: what follows can be appended.
+
+    At step 0 a run begins: the file of an earlier run is moved aside to ``<name>-1``, ``-2`` and so on. Later, a run
+    was resumed: episodes that it will play again are taken out.
+    """
+    file = Path(path)
+    if not file.exists():
+        return
+    if step == 0:
+        numbers = itertools.count(1)
+        file.rename(next(p for n in numbers if not (p := file.with_stem(f"{file.stem}-{n}")).exists()))
+        return
+    kept = [line for line in file.read_text().splitlines() if _step_of(line) < step]
+    replacement = file.with_suffix(".tmp")
+    replacement.write_text("".join(line + "\n" for line in kept))
+    replacement.replace(file)
+
+
+def _step_of(line: str) -> float:
+    """The step of a record's line; infinite for one that cannot be read (the torn last line of a killed run)."""
+    try:
+        return json.loads(line).get("step") or 0
+    except (ValueError, AttributeError):
+        return math.inf
 
 
 def _cut_torn_line(path: Path) -> bool:

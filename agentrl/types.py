@@ -153,7 +153,7 @@ class Task:
     environment: str | None = None  # which of several environments
 
 
-class Outcome(str, enum.Enum):
+class Outcome(enum.StrEnum):
     """How an episode ended. The `failed` ones are our side's fault: they carry no reward and are never trained."""
 
     FINISHED = "finished"  # the model answered without a tool call

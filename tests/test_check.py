@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.check import check_environment, random_arguments
+from agentrl.check import RewardSpread, check_environment, examine_environment, random_arguments, token_cost
 from agentrl.environment import Environment
+from agentrl.tool_schema import build_tool
 
 
 class Good(Environment):
@@ -127,6 +128,81 @@ class Raises(Good):
         raise KeyError("oops")
 
 
+class Leaks(Good):
+    """Totals of earlier episodes stay."""
+
+    def __init__(self):
+        self.total = 0
+
+    def reset(self, seed=0, **row):
+        self.goal = random.Random(seed).randrange(1000)
+        self.done = False
+        return f"add up to {self.goal}"
+
+
+class LeaksAfterAnEpisode(Good):
+    """Only an episode that went far enough leaves something behind."""
+
+    far = False
+
+    def add(self, x: int) -> int:
+        """Adds.
+
+        Args:
+            x: It.
+        """
+        answer = super().add(x) + 1000 * self.far
+        if self.done:
+            self.far = True
+        return answer
+
+
+class KeepsItsFirstTask(Good):
+    """Chooses a task for the first episode only."""
+
+    goal = None
+
+    def reset(self, seed=0, **row):
+        self.goal = self.goal or random.Random(seed).randrange(1, 1000)
+        self.total = 0
+        self.done = False
+        return f"add up to {self.goal}"
+
+
+class Shares(Good):
+    board: list[int] = []  # noqa: RUF012
+
+    def reset(self, seed=0, **row):
+        self.board.clear()
+        return super().reset(seed)
+
+    def add(self, x: int) -> int:
+        """Adds.
+
+        Args:
+            x: It.
+        """
+        self.board.append(x)
+        self.total += x
+        self.done = self.total > 20
+        return sum(self.board)
+
+
+class OneTask(Good):
+    def reset(self, seed=0, **row):
+        return super().reset(0)
+
+
+class Flat(Good):
+    def get_reward(self):
+        return 0.5
+
+
+class RefusesPickling(Good):
+    def __init__(self):
+        self.view = (x for x in ())
+
+
 class NoTools:
     def reset(self): ...
 
@@ -145,6 +221,14 @@ class NoTools:
         (TwoBadTools, "error", "TwoBadTools.one"),
         (TwoBadTools, "error", "TwoBadTools.two"),
         (Raises, "note", "Raises.add raised on"),
+        (Leaks, "error", "something is left over from the last episode"),
+        (LeaksAfterAnEpisode, "error", "LeaksAfterAnEpisode.add answered differently in an instance that had played"),
+        (KeepsItsFirstTask, "error", "KeepsItsFirstTask.reset() started differently in an instance that had played"),
+        (Shares, "error", "while a second instance was playing"),
+        (OneTask, "note", "shows the same start for 4 different seeds"),
+        (Flat, "note", "Every random episode of Flat got the same reward"),
+        (Flat, "note", "Doing nothing in Flat gets reward mean 0.5"),
+        (RefusesPickling, "note", "An instance of RefusesPickling cannot be pickled"),
         (NoTools, "warning", "has no tools"),
         (NoTools, "note", "no get_reward()"),
         (Good(), "note", "ms per call"),
@@ -165,10 +249,10 @@ def test_a_good_environment_has_no_warnings_and_its_instance_stays_open():
             type(self).closed += 1
 
     assert [f for f in check_environment(Open) if f.level != "note"] == []
-    assert Open.closed == 1
+    assert Open.closed == 3  # several were built, to tell what one leaves behind from chance
     env = Open()
     assert [f for f in check_environment(env) if f.level != "note"] == []
-    assert Open.closed == 1
+    assert Open.closed == 3
 
 
 def test_rows_reach_reset_and_misfits_are_errors():
@@ -208,3 +292,20 @@ def test_random_arguments_fit_their_schema(rng):
     assert drawn["c"] in (True, False, None)
     assert 1 <= len(drawn["d"]) <= 2
     assert all(isinstance(x, float) for x in drawn["d"])
+
+
+def test_the_numbers_behind_the_findings():
+    report = examine_environment(Flat, episodes=9)
+    assert report.name == "Flat" and report.observation.startswith("add up to")
+    assert report.rewards == {"no-op": RewardSpread(1, 0.5, 0.5, 0.5), "random": RewardSpread(9, 0.5, 0.5, 0.5)}
+    assert set(report.milliseconds) == {"reset", "get_reward", "add"}
+    assert report.count("error") == 0
+
+
+def test_token_costs_by_hand():
+    """ChatML, one token per byte: <|im_start|>user, newline, go<|im_end|>, newline, <|im_start|>assistant, newline."""
+    cost = token_cost([], [{"role": "user", "content": "go"}])
+    assert (cost.prompt, cost.tools) == (1 + 5 + 2 + 1 + 1 + 1 + 10, 0)
+    tools = [build_tool(Good.add, owner="Good", on_instance=True).schema]
+    with_tools = token_cost(tools, [{"role": "user", "content": "go"}])
+    assert with_tools.prompt - with_tools.tools == cost.prompt and with_tools.tools > 100

@@ -669,3 +669,30 @@ def test_cost_of_a_call():
 
     assert play(cost(Cheap(), 500)) < 20
     assert play(cost(Threaded(), 200)) < 150
+
+
+def test_a_cheap_environment_does_not_make_standalone_tools_run_on_the_event_loop():
+    """F081: eight standalone tools that sleep beside a run_inline environment sleep at the same time."""
+
+    class Cheap:
+        run_inline = True
+
+        def reset(self):
+            return "go"
+
+    def nap() -> str:
+        """Sleep a little."""
+        time.sleep(0.1)
+        return "slept"
+
+    async def main() -> float:
+        tool = build_tool(nap)
+        instances = [Instance(Cheap()) for _ in range(8)]
+        started = time.perf_counter()
+        await asyncio.gather(*(instance.call(tool, {}, 5.0) for instance in instances))
+        elapsed = time.perf_counter() - started
+        for instance in instances:
+            await instance.close()
+        return elapsed
+
+    assert asyncio.run(main()) < 0.5

@@ -97,14 +97,15 @@ def test_courier_pays_for_the_delivery_and_a_little_for_asking():
     assert results == [f"{person} lives at the {home}", f"delivered at the {home}"]
     assert (done, reward) == (True, 1.0)
     for calls, expected in [
-        ([("lookup", person), ("deliver", away), ("deliver", away)], 0.3),
-        ([("lookup", other), ("deliver", away), ("lookup", other)], 0.0),
+        ([("lookup", person), ("deliver", away)], 0.3),
+        ([("lookup", other), ("deliver", away)], 0.0),
+        ([("lookup", person)] * 3, 0.3),
         ([("deliver", home)], 1.0),
     ]:
         *_, done, reward = play(Courier(), calls, seed=2)
         assert (done, reward) == (True, expected)
     _, results, done, reward = play(Courier(), [("deliver", away)], seed=2)
-    assert (results, done, reward) == ([f"nobody at the {away}"], False, 0.0)
+    assert (results, done, reward) == ([f"nobody at the {away}"], True, 0.0)
 
 
 def test_bad_settings_are_refused():

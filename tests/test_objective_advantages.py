@@ -122,6 +122,13 @@ def test_f109_the_unit_is_the_rollout():
     close(result.advantages_N, [0.5, -0.5])
 
 
+def test_zero_std_is_a_property_of_the_group():
+    """A member at its group's mean has advantage 0 and is no sign of an equal group."""
+    result = advantages([0.0, 1.0, 2.0, NAN, 4.0, 4.0, NAN], [0, 0, 0, 0, 1, 1, 1])
+    assert result.advantages_N[1].item() == 0.0
+    assert result.zero_std_N.tolist() == [False] * 4 + [True] * 3
+
+
 def test_f187_rewards_are_the_raw_weighted_sums():
     result = advantages([[0.0, 1.0], [10.0, 2.0]], [5, 5], weights_K=torch.tensor([1.0, 0.5]))
     close(result.rewards_N, [0.5, 11.0])

@@ -153,10 +153,13 @@ def test_vespo_clamps_and_never_overflows():
     far = policy_loss(flat(-1.0), flat(-500.0), flat(1.0), one_rollout(1), config("vespo"))
     assert far.loss_T.item() == 0.0  # log w = 20: exp(-3 e^20)
     masked = policy_loss(flat(-1.0), flat(-1.0), flat(1.0), one_rollout(1), config("vespo"), correction_T=flat(0.0))
-    assert masked.loss_T.item() == pytest.approx(math.exp(3 + 2 * math.log(1e-8) - 3e-8))
+    assert masked.loss_T.item() == pytest.approx(math.exp(3 + 2 * math.log(1e-8) - 3e-8), rel=1e-6, abs=0)
+    # Each token's gap counts at most 20 either way: 30 and -25 cancel.
+    both = policy_loss(flat(-1.0, -26.0), flat(-31.0, -1.0), flat(1.0, 1.0), one_rollout(2), config("vespo"))
+    assert both.loss_T.tolist() == pytest.approx([1.0, 26.0])
     flipped = config("vespo", vespo_lambda_pos=-5.0)  # lambda is at least 1e-4
-    terms = policy_loss(flat(-1.0), flat(-1.0), flat(1.0), one_rollout(1), flipped)
-    assert terms.loss_T.item() == pytest.approx(1.0)
+    terms = policy_loss(flat(-1.0), flat(-1.5), flat(1.0), one_rollout(1), flipped)
+    assert terms.loss_T.item() == pytest.approx(math.exp(1e-4 + 2 * 0.5 - 1e-4 * math.exp(0.5)))
     wild = config("vespo", vespo_k_neg=-1e6)
     assert policy_loss(flat(-1.0), flat(0.0), flat(-1.0), one_rollout(1), wild).loss_T.item() == 0.0
 

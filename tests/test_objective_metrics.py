@@ -133,6 +133,8 @@ def test_adaptive_entropy_step_by_step():
     up = [(0.025, 0.025), (0.03, 0.03), (0.03, 0.03)]
     down = [(0.02, 0.0), (0.01, 0.0), (0.0, 0.0), (0.0, 0.0), (0.0, 0.0)]
     assert seen == [*up, *down, (0.01, 0.01)]
+    measured_once = AdaptiveEntropy(coef=0.5, target=1.0, delta=0.1, minimum=0.0, maximum=1.0).updated(0.5)
+    assert measured_once.updated(math.nan) == measured_once  # a step without kept tokens measures nothing
     with pytest.raises(ConfigurationError, match="entropy_coef_min"):
         AdaptiveEntropy(coef=0.0, target=1.0, delta=0.1, minimum=2.0, maximum=1.0)
     with pytest.raises(ConfigurationError, match="entropy_coef_delta"):

@@ -312,3 +312,21 @@ print(agentrl.play_episode(Door, [{"tool_calls": [{"name": "push", "arguments": 
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "1.0\n", done.stderr
     assert agentrl.play_episode is play_episode
+
+
+def test_a_ready_instance_stays_its_owners():
+    """play_episode neither closes it nor throws it away: it can be looked at and played again."""
+
+    class Counting:
+        closed = 0
+
+        def reset(self) -> str:
+            return "go"
+
+        def close(self) -> None:
+            self.closed += 1
+
+    env = Counting()
+    play_episode(env, ["done"])
+    play_episode(env, ["done"])
+    assert env.closed == 0

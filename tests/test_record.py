@@ -25,6 +25,7 @@ from agentrl.record import (
     EPISODES_FILE,
     SCHEMA_VERSION,
     EpisodeWriter,
+    begin_record,
     episode_to_dict,
     mask_borders,
     read_episodes,
@@ -368,3 +369,15 @@ def test_writing_64_episodes_costs_less_than_15_ms_of_cpu(tmp_path):
             writer.write_all([rollout] * 64, step=0)
             best = min(best, time.process_time() - start)
     assert best < 0.015
+
+
+def test_a_new_run_moves_the_old_record_aside_and_a_resumed_one_takes_out_what_it_plays_again(tmp_path):
+    path = tmp_path / "episodes.jsonl"
+    path.write_text('{"schema_version":1,"id":"a","step":0}\n{"schema_version":1,"id":"b","step":4}\n{"schema_ver')
+    begin_record(path, 4)
+    assert [json.loads(line)["id"] for line in path.read_text().splitlines()] == ["a"]
+    begin_record(path, 0)
+    path.write_text("second\n")
+    begin_record(path, 0)
+    assert not path.exists()
+    assert (tmp_path / "episodes-1.jsonl").exists() and (tmp_path / "episodes-2.jsonl").read_text() == "second\n"

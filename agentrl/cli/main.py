@@ -1,8 +1,8 @@
 """The `agentrl` command: `main` runs it, each subcommand lives in a file beside this one.
 
 Nothing here may import torch at module level: `agentrl --help` answers in well under half a second. What goes wrong is
-told in one or two sentences on stderr. Exit codes: 0 done, 1 a defect of agentrl, 2 something the user can fix,
-130 interrupted.
+told in one or two sentences on stderr. Exit codes: 0 done, 1 a defect of agentrl (or `env check` found errors), 2
+something the user can fix, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -11,13 +11,17 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
+from agentrl.cli.env import env_app
+from agentrl.cli.evaluate import evaluate
 from agentrl.cli.output import discard_output
 from agentrl.cli.quickstart import quickstart
 from agentrl.cli.show import show
+from agentrl.cli.train import train
 from agentrl.errors import AgentRLError
 
 
@@ -26,6 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words  # accepted before and after the subcommand
     words = [word for word in words if word != "--debug"] or ["--help"]
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, "")  # "module:Name" finds modules in the current folder, as `python -m` does
     try:
         code = build_app()(words, prog_name="agentrl", standalone_mode=False)
         sys.stdout.flush()
@@ -60,11 +66,22 @@ def _explain(error: Exception) -> tuple[str, int]:
     return f"Unexpected {name}: {error}\nThis is a defect. Run the command again with --debug for the traceback.", 1
 
 
+class _Commands(TyperGroup):
+    """Ctrl-C reaches `main`; typer would turn it into a silent exit."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise typer.Abort from None
+
+
 def build_app() -> typer.Typer:
     """The command tree. Help is drawn by rich on a terminal and is plain text elsewhere."""
     rich = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     app = typer.Typer(
         name="agentrl",
+        cls=_Commands,
         help="Train language models to act: environments and tools in Python, GRPO on a laptop or a cluster.",
         add_completion=False,
         rich_markup_mode="rich" if rich else None,
@@ -73,7 +90,10 @@ def build_app() -> typer.Typer:
     )
     app.callback()(_root)
     app.command()(quickstart)
+    app.command()(train)
+    app.command("eval")(evaluate)
     app.command()(show)
+    app.add_typer(env_app(), name="env")
     return app
 
 

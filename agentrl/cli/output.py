@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import typer
@@ -46,3 +47,23 @@ def discard_output() -> None:
 def print_note(text: str) -> None:
     """The remark is on stderr, out of the way of what is piped on."""
     print(text, file=sys.stderr)
+
+
+def print_table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """The rows are on stdout: a table of rich's on a terminal, aligned columns elsewhere."""
+    cells = [["-" if cell is None else str(cell) for cell in row] for row in rows]
+    if on_terminal():
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for number, header in enumerate(headers):
+            table.add_column(header, no_wrap=number == 0)
+        for row in cells:
+            table.add_row(*map(Text, row))
+        Console(width=terminal_width(), highlight=False).print(table)
+        return
+    widths = [max(len(row[i]) for row in (list(headers), *cells)) for i in range(len(headers))]
+    for row in (list(headers), *cells):
+        print_text("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -115,37 +115,26 @@ def policy_loss(
 
     Shapes [T]; nats of softmax(logits / temperature). `rollout_T` are indices 0..R-1; where a ratio or a mask is per
     rollout (level "sequence", vespo, the off-policy mask) *all* trained tokens of a rollout must be in this call.
+    `old_log_probs_T` were frozen before the first update on these rollouts; `sampler_log_probs_T` are those recorded,
+    for the off-policy mask (the old ones stand in). `ref_log_probs_T` give `kl_T`, also without beta.
 
-    - `old_log_probs_T`: frozen before the first update on these rollouts.
-    - `ref_log_probs_T`: of the reference model; needed with beta, and gives `kl_T` without it too.
-    - `sampler_log_probs_T`: as recorded, for the off-policy mask (the old ones where there are none).
-    - `correction_T`: weights of `importance.sampler_correction`; multiplies the policy term, except that vespo has it
-      inside its own weight. `correction_level` says that it is one number per rollout (vespo then counts it once).
-    - `keep_T`: bool, tokens that the policy term keeps (entropy quantile). The KL term keeps all.
+    `correction_T`, from `sampler_correction`, multiplies the policy term; vespo has it inside its weight, and counts
+    it once where `correction_level` says that it is one number per rollout. `keep_T` (bool, the entropy quantile) are
+    the tokens that the policy term keeps; the KL term keeps all.
 
-    Extras: ``kept_by_threshold_T`` (bool, with an off-policy threshold), ``phi_R`` (vespo's weight, NaN for a rollout
-    without tokens). Raises ValueError on shapes and on a missing (NaN) recorded log-prob.
+    Extras: ``kept_by_threshold_T`` (bool, off-policy mask), ``phi_R`` (vespo's weight, NaN for a rollout without
+    tokens). Raises ValueError on shapes and on a missing (NaN) recorded log-prob.
 
     >>> lp = torch.tensor([1.1, 0.9, 1.5]).log()
     >>> one, rollout = torch.ones(3), torch.zeros(3, dtype=torch.long)
     >>> policy_loss(lp, torch.zeros(3), one, rollout, LossConfig()).loss_T
     tensor([-1.1000, -0.9000, -1.2000])
     """
-    check_flat(
-        rollout_T,
-        log_probs_T=log_probs_T,
-        old_log_probs_T=old_log_probs_T,
-        advantages_T=advantages_T,
-        ref_log_probs_T=ref_log_probs_T,
-        sampler_log_probs_T=sampler_log_probs_T,
-        correction_T=correction_T,
-        keep_T=keep_T,
-    )
-    check_present(
-        old_log_probs_T=old_log_probs_T, sampler_log_probs_T=sampler_log_probs_T, ref_log_probs_T=ref_log_probs_T
-    )
-    if config.beta and ref_log_probs_T is None:
-        raise ConfigurationError("beta is set but there are no log-probs of a reference model; pass ref_log_probs_T.")
+    recorded = {"old_log_probs_T": old_log_probs_T, "sampler_log_probs_T": sampler_log_probs_T}
+    recorded["ref_log_probs_T"] = ref_log_probs_T
+    check_flat(rollout_T, log_probs_T=log_probs_T, advantages_T=advantages_T, **recorded)
+    check_flat(rollout_T, correction_T=correction_T, keep_T=keep_T)
+    check_present(**recorded)
     log_probs_T, old_log_probs_T = widen(log_probs_T), widen(old_log_probs_T).detach()
     advantages_T = advantages_T.detach().to(log_probs_T.dtype)
     rollouts = count_rollouts(rollout_T, num_rollouts)
@@ -153,31 +142,44 @@ def policy_loss(
     ratio_T = _ratio(gap_T, rollout_T, rollouts, config.importance_sampling_level)
     extras: dict[str, Tensor] = {}
     if config.loss_type == "vespo":
-        level = correction_level
-        phi_R, phi_T = _vespo_phi(gap_T, advantages_T, rollout_T, rollouts, config, correction_T, level)
+        phi_R, phi_T = _vespo_phi(gap_T, advantages_T, rollout_T, rollouts, config, correction_T, correction_level)
         extras["phi_R"] = phi_R
         loss_T = -phi_T * advantages_T * log_probs_T
     else:
         loss_T = _surrogate(log_probs_T, ratio_T, advantages_T, config)
         if correction_T is not None:
             loss_T = loss_T * correction_T.detach().to(loss_T.dtype)
-    if config.off_policy_mask_threshold is not None:
-        behaviour_T = old_log_probs_T if sampler_log_probs_T is None else widen(sampler_log_probs_T).detach()
-        drift_R = rollout_mean(behaviour_T - log_probs_T.detach(), rollout_T, rollouts)
-        near_T = ~((drift_R > config.off_policy_mask_threshold)[rollout_T] & (advantages_T < 0))
+    threshold = config.off_policy_mask_threshold
+    if threshold is not None:
+        behaviour_T = old_log_probs_T if sampler_log_probs_T is None else widen(sampler_log_probs_T)
+        near_T = _near_policy(behaviour_T - log_probs_T, advantages_T, rollout_T, rollouts, threshold)
         extras["kept_by_threshold_T"] = near_T
         keep_T = near_T if keep_T is None else keep_T & near_T
     if keep_T is not None:
         loss_T = torch.where(keep_T, loss_T, torch.zeros_like(loss_T))
-    kl_T = None
-    if ref_log_probs_T is not None:
-        kl_T = k3(log_probs_T, ref_log_probs_T.detach())
-        if config.use_bias_correction_kl:
-            kl_T = kl_T * ratio_T
-        if config.beta:
-            loss_T = loss_T + config.beta * kl_T
-        kl_T = kl_T.detach()
+    kl_T = _kl(log_probs_T, ref_log_probs_T, ratio_T, config)
+    if kl_T is not None and config.beta:
+        loss_T = loss_T + config.beta * kl_T
     return _with_metrics(loss_T, kl_T, ratio_T.detach(), advantages_T, config, extras)
+
+
+def _near_policy(drift_T: Tensor, advantages_T: Tensor, rollout_T: Tensor, rollouts: int, threshold: float) -> Tensor:
+    """[T] bool, False for the tokens of a rollout with A < 0 whose mean drift is above the threshold.
+
+    DeepSeek-V3.2's off-policy mask (eq. 9). Written so that a NaN drift keeps its tokens: a broken policy must show.
+    """
+    far_R = rollout_mean(drift_T.detach(), rollout_T, rollouts) > threshold
+    return ~(far_R[rollout_T] & (advantages_T < 0))
+
+
+def _kl(log_probs_T: Tensor, ref_log_probs_T: Tensor | None, ratio_T: Tensor, config: LossConfig) -> Tensor | None:
+    """The KL of each token as it enters the loss, before beta; None without a reference."""
+    if ref_log_probs_T is None:
+        if config.beta:
+            raise ConfigurationError("beta is set but the reference model's log-probs are missing: ref_log_probs_T.")
+        return None
+    kl_T = k3(log_probs_T, ref_log_probs_T.detach())
+    return kl_T * ratio_T if config.use_bias_correction_kl else kl_T
 
 
 def _with_metrics(
@@ -196,7 +198,7 @@ def _with_metrics(
         metric = "clip_ratio" if config.loss_type in CLIPPED_SURROGATE else None
     return LossTerms(
         loss_T=loss_T,
-        kl_T=kl_T,
+        kl_T=None if kl_T is None else kl_T.detach(),
         ratio_T=ratio_T,
         low_T=low_T & (advantages_T < 0),
         high_T=high_T & (advantages_T > 0),

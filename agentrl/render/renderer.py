@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,6 +38,7 @@ class Renderer:
         with_tools: bool = True,
     ) -> None:
         self._codec = Codec(tokenizer)
+        self._latest: tuple[list[Message], Tools, list[int]] | None = None  # the last first prompt
         self._tokenizer = tokenizer
         self._kwargs = dict(chat_template_kwargs or {})
         self._with_tools = with_tools
@@ -118,8 +120,11 @@ class Renderer:
     # --- prompts -----------------------------------------------------------------------
     def first(self, messages: Sequence[Message], tools: Tools) -> list[int]:
         """Ids of a first prompt, generation prompt included, with exactly one BOS where the tokenizer uses one."""
-        text = self._ready(tools).render(messages, tools)
-        return self._with_bos(self._codec.encode(text))
+        template = self._ready(tools)
+        if self._latest is None or self._latest[:2] != (messages, tools):  # a group's members begin alike, one by one
+            ids = self._with_bos(self._codec.encode(template.render(messages, tools)))
+            self._latest = (copy.deepcopy(list(messages)), tools, ids)
+        return list(self._latest[2])
 
     def text_prompt(self, text: str, untrusted: str = "") -> list[int]:
         """Ids of a plain string, without a template. Control tokens that it spells are control tokens: the author of

@@ -65,8 +65,9 @@ def play_episode(
     sampler = _as_sampler(policy, tokenizer, seed)
     sources = name_sources([reward_funcs] if callable(reward_funcs) else list(reward_funcs))
     named = _by_name(tools)
-    factory = environment if environment is None or _is_factory(environment) else lambda: environment
-    pool = EnvironmentPool(resolve(factory) if factory is not None else None)
+    ready = environment is not None and not _is_factory(environment)
+    factory = (lambda: environment) if ready else environment
+    pool = EnvironmentPool(resolve(factory) if factory is not None else None, owned=not ready)
     renderer = None
     if tokenizer is not None:
         from agentrl.render import Renderer

@@ -5,8 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface
 from transformers.cache_utils import Cache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+SLOT_ATTENTION = "agentrl_slots"  # the name under which models find `slot_attention`
+_SPECIAL = ("s_aux", "softcap", "position_bias", "sinks")  # arguments that are left to transformers' own function
 _FIRST_COLUMNS = 64  # of a new store; it doubles from there
 
 
@@ -144,3 +150,46 @@ class SlotCache(Cache):
         new = torch.zeros(self.slots, old.shape[1], self.columns, old.shape[3], dtype=old.dtype, device=old.device)
         new[: old.shape[0], :, : old.shape[2]] = old
         return new
+
+
+def slot_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What transformers' own "sdpa" answers; it would copy every key and value once per query head, at every token.
+
+    Args:
+        query: [N, H, W, D]; key and value: [N, K, T, D] with K dividing H.
+        attention_mask: [N, 1, W, T], True where a query looks, or None.
+
+    Returns:
+        [N, W, H, D] and no weights.
+    """
+    N, H, W, D = query.shape
+    K = key.shape[1]
+    special = dropout or any(kwargs.get(name) is not None for name in _SPECIAL)
+    if attention_mask is None or special or H == K or attention_mask.shape[1] != 1:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+    if W == 1:  # the heads that share keys are the rows of one small matrix product
+        grouped = query.reshape(N, K, H // K, D)
+        out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, scale=scaling)
+        return out.reshape(N, 1, H, -1), None
+    if query.device.type == "cpu":
+        out = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=True
+        )
+        return out.transpose(1, 2), None
+    # Elsewhere the fast kernels do not take a mask and shared heads at once.
+    return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+
+
+AttentionInterface.register(SLOT_ATTENTION, slot_attention)
+AttentionMaskInterface.register(SLOT_ATTENTION, sdpa_mask)

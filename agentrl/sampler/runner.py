@@ -17,7 +17,7 @@ import torch
 from agentrl.errors import ConfigurationError
 from agentrl.sampler.admission import Feed
 from agentrl.sampler.draw import sample
-from agentrl.sampler.kv_cache import SlotCache
+from agentrl.sampler.kv_cache import SLOT_ATTENTION, SlotCache
 from agentrl.sampler.slots import Turn
 from agentrl.types import SamplingParams
 
@@ -61,6 +61,7 @@ class ModelRunner:
         self._checked = False
         self._keeps_logits = "logits_to_keep" in arguments
         self._supports_sdpa = bool(getattr(base, "_supports_sdpa", False))
+        self._exchangeable = bool(getattr(base, "_supports_attention_backend", False))
 
     def free(self) -> None:
         """The cache's memory is given back."""
@@ -302,17 +303,18 @@ class ModelRunner:
         """
         before = self.config._attn_implementation
         self.attention = self._attention(before)
+        name = SLOT_ATTENTION if self.attention == "sdpa" and self._exchangeable else self.attention
         if self.autocast_dtype is None:
             autocast = nullcontext()
         else:
             autocast = torch.autocast(self.device.type, self.autocast_dtype)
-        if before != self.attention:
-            self.config._attn_implementation = self.attention
+        if before != name:
+            self.config._attn_implementation = name
         try:
             with torch.no_grad(), autocast:
                 yield
         finally:
-            if before != self.attention:
+            if before != name:
                 self.config._attn_implementation = before
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from agentrl.train.generation import AdvantageSettings, Cycle, play_cycle, recorded_log_probs, with_tensors
+from agentrl.train.generation import AdvantageSettings, Cycle, PlayGroups, play_cycle, recorded_log_probs, with_tensors
 from agentrl.train.metrics import add_reward_metrics, add_rollout_metrics, prompt_tokens, sampled_tokens
 from agentrl.train.rollout_func import play_with_function
 from agentrl.train.rows import TrainItem
@@ -49,7 +49,7 @@ class RolloutBuffer:
         trainer = self.trainer
         accelerator = trainer.accelerator
         plans = trainer.group_plans(number)
-        cycle = play_cycle(plans, self._players(), self.settings, accelerator.process_index, accelerator.num_processes)
+        cycle = play_cycle(plans, self.players(), self.settings, accelerator.process_index, accelerator.num_processes)
         self._report(cycle)
         size = len(cycle.items) // len(plans)
         order = list(range(len(plans)))
@@ -58,17 +58,18 @@ class RolloutBuffer:
         per_rank = trainer.args.per_device_train_batch_size
         per_slice = per_rank * accelerator.num_processes
         start = per_rank * accelerator.process_index
-        parts = [queue[s * per_slice + start : s * per_slice + start + per_rank] for s in range(trainer.schedule.slices)]
+        parts = [
+            queue[s * per_slice + start : s * per_slice + start + per_rank] for s in range(trainer.schedule.slices)
+        ]
         ready = iter(self._with_log_probs([item for part in parts for item in part], number))
         return [[next(ready) for _ in part] for part in parts]
 
-    def _players(self):
+    def players(self) -> PlayGroups:
+        """What plays groups: the engine, or the user's `rollout_func`."""
         trainer = self.trainer
         if trainer.rollout_func is not None:
             return lambda plans: play_with_function(trainer, plans)
-        return lambda plans: trainer.player.play(
-            plans, version=trainer.state.global_step, trainer_state=trainer.state
-        )
+        return lambda plans: trainer.player.play(plans, version=trainer.state.global_step, trainer_state=trainer.state)
 
     def _with_log_probs(self, items: list[TrainItem], number: int) -> list[TrainItem]:
         """Items with what the loss needs besides the current log-probs, all from before the first update."""
@@ -90,7 +91,10 @@ class RolloutBuffer:
     def _sampler_is_exact(self) -> bool:
         """Whether recorded log-probs are those of the trainer's own forward, up to fp32 rounding."""
         trainer = self.trainer
-        if trainer.rollout_func is not None or not trainer.player.engine.settings.sampling.is_plain:
+        engine = trainer.player.engine
+        if trainer.rollout_func is not None or engine.sampler is not trainer.player.sampler:
+            return False
+        if not engine.settings.sampling.is_plain:
             return False
         fp32 = next(trainer.policy_forward.model.parameters()).dtype == torch.float32
         return fp32 and not trainer.args.bf16 and not trainer.args.fp16
@@ -98,10 +102,8 @@ class RolloutBuffer:
     def _old(self, items: list[TrainItem], budget: int) -> list[torch.Tensor]:
         trainer = self.trainer
         forward = trainer.policy_forward
-        with trainer.compute_loss_context_manager():
-            return frozen_log_probs(
-                forward, items, budget, trainer.args.device, lambda row: call(forward.model, row)
-            )
+        with trainer.accelerator.autocast():
+            return frozen_log_probs(forward, items, budget, trainer.args.device, lambda row: call(forward.model, row))
 
     def _reference(self, items: list[TrainItem], budget: int) -> list[torch.Tensor]:
         trainer = self.trainer
@@ -109,10 +111,10 @@ class RolloutBuffer:
         if trainer.reference_forward is not None:
             forward = trainer.reference_forward
             forward.probe()
-            with trainer.compute_loss_context_manager():
+            with trainer.accelerator.autocast():
                 return frozen_log_probs(forward, items, budget, device, lambda row: call(forward.model, row))
         adapter = trainer.accelerator.unwrap_model(trainer.model)
-        with adapter.disable_adapter(), trainer.compute_loss_context_manager():
+        with adapter.disable_adapter(), trainer.accelerator.autocast():
             forward = trainer.policy_forward
             return frozen_log_probs(forward, items, budget, device, lambda row: call(forward.model, row))
 

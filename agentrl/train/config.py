@@ -1,7 +1,9 @@
 """`GRPOConfig`: flat, with the field's usual names, because users' scripts have them."""
 
+# ruff: noqa: RUF009 (`_option` makes a dataclass field, which ruff cannot see)
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +12,9 @@ import torch
 from transformers import TrainingArguments
 
 from agentrl.errors import ConfigurationError
+from agentrl.objective import LossConfig, check_scaling
 from agentrl.train.options import check_unavailable
+from agentrl.types import Deadlines
 
 
 def _option(default: Any, text: str) -> Any:
@@ -43,7 +47,9 @@ class GRPOConfig(TrainingArguments):
     bf16: bool | None = _option(None, "bf16 mixed precision; None: where the accelerator has it and fp16 is not set.")
     gradient_checkpointing: bool = _option(True, "Recompute activations in the backward pass to save memory.")
     logging_steps: float = _option(10, "Log every so many optimizer steps.")
-    remove_unused_columns: bool | None = _option(False, "Keep only the columns 'prompt' and 'environment'.")
+    remove_unused_columns: bool | None = _option(  # pyright: ignore[reportIncompatibleVariableOverride]
+        False, "Keep only the columns 'prompt' and 'environment'."
+    )
 
     # --- model ---
     model_init_kwargs: dict[str, Any] | str | None = _option(
@@ -139,7 +145,8 @@ class GRPOConfig(TrainingArguments):
     vllm_importance_sampling_clip_max: float | None = _option(3.0, "Upper bound of that correction.")
     vllm_importance_sampling_clip_min: float | None = _option(None, "Lower bound of that correction.")
     off_policy_mask_threshold: float | None = _option(
-        None, "Rollouts with negative advantage whose mean log-ratio to the sampler exceeds this lose their policy term."
+        None,
+        "Rollouts with negative advantage whose mean log-ratio to the sampler exceeds this lose their policy term.",
     )
     use_bias_correction_kl: bool = _option(True, "Multiply the KL term by the importance ratio.")
 
@@ -159,18 +166,29 @@ class GRPOConfig(TrainingArguments):
     vllm_importance_sampling_cap: float | None = _option(None, "Deprecated: vllm_importance_sampling_clip_max.")
 
     # --- agentrl's own ---
+    reset_timeout: float | None = _option(60.0, "Seconds that an environment's reset may take; None: no limit.")
+    tool_timeout: float | None = _option(60.0, "Seconds that one tool call may take; None: no limit.")
+    reward_timeout: float | None = _option(60.0, "Seconds that an environment's get_reward may take; None: no limit.")
+    turn_timeout: float | None = _option(1800.0, "Seconds that sampling one turn may take; None: no limit.")
+    episode_timeout: float | None = _option(3600.0, "Seconds that one episode may take; None: no limit.")
+    rollout_attempts: int = _option(3, "Tries of a rollout whose environment fails, each on a fresh instance.")
+    min_group_survivors: int = _option(2, "Rollouts of a group that must survive; fewer: the group is dropped.")
+    max_failures_in_row: int = _option(16, "Failed rollouts in a row that stop the run.")
     record_episodes: bool = _option(True, "Write every episode as one JSON line to <output_dir>/episodes.jsonl.")
 
     def __post_init__(self) -> None:
         self._map_deprecated()
         accelerator = not self.use_cpu and _has_accelerator()
         if self.bf16 is None:
-            self.bf16 = not self.fp16 and accelerator and _has_bf16()
+            self.bf16 = not self.fp16 and accelerator and _has_bf16()  # pyright: ignore[reportIncompatibleVariableOverride]
         self.dataloader_pin_memory = self.dataloader_pin_memory and accelerator
         if isinstance(self.scale_rewards, bool):
             self.scale_rewards = "group" if self.scale_rewards else "none"
+        if self.load_best_model_at_end and self.metric_for_best_model is None:
+            self.metric_for_best_model, self.greater_is_better = "reward", True  # there is no loss in evaluation
+        check_unavailable(self)  # before transformers looks for packages that these options need
         super().__post_init__()
-        check_unavailable(self)
+        check_unavailable(self)  # and what it made of the others
         self._check_ranges()
         self._resolve_generation_batch()
 
@@ -189,7 +207,32 @@ class GRPOConfig(TrainingArguments):
 
     def _check_ranges(self) -> None:
         checks = [
-            (self.num_generations is not None and self.num_generations >= 1, "num_generations must be at least 1"),
+            (
+                self.num_generations is not None and self.num_generations >= 2,
+                "num_generations must be at least 2: a group of one has nothing to be compared with",
+            ),
+            (
+                self.num_generations_eval is None or self.num_generations_eval >= 1,
+                "num_generations_eval must be at least 1",
+            ),
+            (
+                self.max_completion_length is None or self.max_completion_length >= 1,
+                "max_completion_length must be at least 1, or None",
+            ),
+            (
+                self.max_tool_calling_iterations is None or self.max_tool_calling_iterations >= 0,
+                "max_tool_calling_iterations must be 0 (tools never run) or more, or None",
+            ),
+            (
+                self.steps_per_generation is None or self.steps_per_generation >= 1,
+                "steps_per_generation must be at least 1",
+            ),
+            (self.rollout_attempts >= 1, "rollout_attempts must be at least 1"),
+            (self.max_failures_in_row >= 1, "max_failures_in_row must be at least 1"),
+            (
+                all(t is None or t > 0 for t in dataclasses.astuple(self.deadlines())),
+                "reset_, tool_, reward_, turn_ and episode_timeout must be above 0, or None",
+            ),
             (self.num_iterations >= 1, "num_iterations must be at least 1"),
             (self.temperature > 0, "temperature must be above 0 (training needs a distribution to sample from)"),
             (0 < self.top_p <= 1, "top_p must be in (0, 1]"),
@@ -197,7 +240,10 @@ class GRPOConfig(TrainingArguments):
             (self.min_p is None or 0 <= self.min_p <= 1, "min_p must be in [0, 1]"),
             (self.repetition_penalty > 0, "repetition_penalty must be above 0"),
             (self.beta >= 0, "beta must be 0 or more"),
-            (self.scale_rewards in ("group", "batch", "none"), "scale_rewards must be 'group', 'batch' or 'none'"),
+            (
+                not self.router_aux_loss_coef,
+                "router_aux_loss_coef: the load-balancing loss is not in this version; 0.0 trains without it",
+            ),
             (
                 self.loss_type != "dr_grpo" or self.max_completion_length is not None,
                 "loss_type 'dr_grpo' divides by max_completion_length, so it cannot be None",
@@ -206,6 +252,28 @@ class GRPOConfig(TrainingArguments):
         for fine, text in checks:
             if not fine:
                 raise ConfigurationError(f"{text}.")
+        check_scaling(self.scale_rewards, self.multi_objective_aggregation)  # type: ignore[arg-type]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the trainer makes it again, and shows them
+            self.loss_config()
+
+    def deadlines(self) -> Deadlines:
+        """The seconds that each stage of an episode may take."""
+        return Deadlines(
+            self.reset_timeout, self.tool_timeout, self.reward_timeout, self.turn_timeout, self.episode_timeout
+        )
+
+    def loss_config(self) -> LossConfig:
+        """The numbers of the loss, checked."""
+        return LossConfig(
+            loss_type=self.loss_type,  # type: ignore[arg-type]
+            epsilon=self.epsilon, epsilon_high=self.epsilon_high, delta=self.delta,
+            importance_sampling_level=self.importance_sampling_level,  # type: ignore[arg-type]
+            sapo_temperature_pos=self.sapo_temperature_pos, sapo_temperature_neg=self.sapo_temperature_neg,
+            vespo_k_pos=self.vespo_k_pos, vespo_lambda_pos=self.vespo_lambda_pos, vespo_k_neg=self.vespo_k_neg,
+            vespo_lambda_neg=self.vespo_lambda_neg, beta=self.beta, use_bias_correction_kl=self.use_bias_correction_kl,
+            off_policy_mask_threshold=self.off_policy_mask_threshold,
+        )  # fmt: skip
 
     def _resolve_generation_batch(self) -> None:
         """`generation_batch_size` and `steps_per_generation` both stand, one derived from the other."""

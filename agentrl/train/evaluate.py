@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from agentrl.errors import ConfigurationError
 from agentrl.rollout.group import GroupPlan
 from agentrl.tasks import TaskSource, derive_seed
-from agentrl.train.generation import _gather
+from agentrl.train.generation import gather_groups
 from agentrl.train.metrics import MetricWindow, add_reward_metrics, add_rollout_metrics
+from agentrl.train.setup import task_source
 
 if TYPE_CHECKING:
+    from agentrl.train.config import GRPOConfig
     from agentrl.train.trainer import GRPOTrainer
 
 
@@ -26,7 +29,7 @@ def evaluate(trainer: GRPOTrainer, dataset: Any, prefix: str) -> dict[str, float
     dataset = trainer.eval_dataset if dataset is None else dataset
     if isinstance(dataset, str):
         prefix, dataset = f"{prefix}_{dataset}", trainer.eval_dataset[dataset]  # type: ignore[index]
-    if isinstance(dataset, dict):
+    if isinstance(dataset, Mapping):
         metrics: dict[str, float] = {}
         for name, part in dataset.items():
             metrics |= _one(trainer, part, f"{prefix}_{name}")
@@ -39,11 +42,11 @@ def evaluate(trainer: GRPOTrainer, dataset: Any, prefix: str) -> dict[str, float
 def _one(trainer: GRPOTrainer, dataset: Any, prefix: str) -> dict[str, float]:
     plans = _plans(trainer, dataset)
     rank, world = trainer.accelerator.process_index, trainer.accelerator.num_processes
-    groups = trainer.player.play(plans[rank::world], version=trainer.state.global_step, trainer_state=trainer.state)
+    groups = trainer.buffer.players()(plans[rank::world])
     window = trainer.window["eval"]
     window.clear()
     add_rollout_metrics(window, groups, has_tools=trainer.has_tools)
-    shared = _gather(groups, plans, rank, world)
+    shared = gather_groups(groups, plans, rank, world)
     flat = [rollout for group in shared for rollout in group]
     if trainer.accelerator.is_main_process:
         equal = [len({r.reward for r in group if r.reward is not None}) <= 1 for group in shared for _ in group]
@@ -60,19 +63,34 @@ def _one(trainer: GRPOTrainer, dataset: Any, prefix: str) -> dict[str, float]:
     return metrics
 
 
-def _plans(trainer: GRPOTrainer, dataset: Any) -> list[GroupPlan]:
-    args, engine = trainer.args, trainer.player.engine
-    names = [str(name) for name in engine.pools] if None not in engine.pools else None
-    has_environment = names is not None or engine.pools[None].name != "none"
-    if dataset is None and not has_environment:
+def check_eval_data(dataset: Any, factory: Any, args: GRPOConfig) -> None:
+    """Evaluation can be played, as far as its data shows before it is.
+
+    Raises:
+        ConfigurationError: Empty data, a missing column, an unknown environment; evaluation is asked for without any
+            data, and there is no environment to write its prompts or none that every row shares.
+    """
+    if dataset is None and args.eval_strategy != "no":
+        _source(None, factory, args)
+    parts = dataset.values() if isinstance(dataset, Mapping) else [dataset]
+    for part in parts:
+        if part is not None and hasattr(part, "__len__"):
+            _source(part, factory, args)
+
+
+def _source(dataset: Any, factory: Any, args: GRPOConfig) -> TaskSource:
+    if dataset is None and factory is None:
         raise ConfigurationError("There is nothing to evaluate on: pass eval_dataset.")
     if dataset is not None and not hasattr(dataset, "__len__"):
         dataset = list(dataset)
-    source = TaskSource(
-        dataset, seed=derive_seed(args.seed, "evaluation"), shuffle=False, environments=names,
-        prompt_required=not has_environment,
-    )  # fmt: skip
+    return task_source(dataset, factory, args, seed=derive_seed(args.seed, "evaluation"))
+
+
+def _plans(trainer: GRPOTrainer, dataset: Any) -> list[GroupPlan]:
+    args = trainer.args
+    source = _source(dataset, trainer.environment_factory, args)
     size = args.num_generations_eval or args.num_generations or 1
-    count = source.size if source.size is not None else max(1, args.per_device_eval_batch_size * args.world_size // size)
+    episodes = args.per_device_eval_batch_size * args.world_size
+    count = source.size if source.size is not None else max(1, episodes // size)
     step = trainer.state.global_step
     return [GroupPlan(f"eval{step}.{i}", source.task(0, i), size) for i in range(count)]

@@ -61,7 +61,7 @@ def play_cycle(
         RunStopped: No rollout of the batch survived.
     """
     mine = play(plans[rank::world])
-    shared = _gather(mine, plans, rank, world)
+    shared = gather_groups(mine, plans, rank, world)
     flat = [rollout for group in shared for rollout in group]
     if all(rollout.reward is None and not rollout.sequences for rollout in flat):
         raise RunStopped(_nothing_survived(mine))
@@ -90,7 +90,7 @@ def play_cycle(
     return Cycle(tuple(mine), tuple(items), advantages, tuple(flat))
 
 
-def _gather(
+def gather_groups(
     mine: Sequence[RolloutGroup], plans: Sequence[GroupPlan], rank: int, world: int
 ) -> list[list[SharedRollout]]:
     """Every group's shared rollouts in the order of the plans."""

@@ -1,4 +1,4 @@
-"""Log-probabilities of trained tokens: the only forward pass of training, with logits only where something is trained."""
+"""Log-probabilities of trained tokens: the only forward pass of training, with logits only where needed."""
 
 from __future__ import annotations
 
@@ -48,15 +48,16 @@ def token_log_probs(hidden_N: Tensor, targets_N: Tensor, head: Callable[[Tensor]
         logits = head(hidden).float()
         if temperature != 1.0:
             logits = logits / temperature
-        norm = torch.logsumexp(logits, -1)
+        log_probs = torch.log_softmax(logits, -1)
         with torch.no_grad():
-            probabilities = torch.softmax(logits, -1)
-            # a logit of -inf has probability 0 and adds nothing
-            entropy = norm - (probabilities * logits.clamp_min(torch.finfo(logits.dtype).min)).sum(-1)
-        return logits.gather(-1, targets[:, None])[:, 0] - norm, entropy
+            known = log_probs.detach()
+            # a log-prob of -inf has probability 0 and adds nothing
+            entropy = -torch.linalg.vecdot(known.exp(), known.clamp_min(torch.finfo(known.dtype).min))
+        return log_probs.gather(-1, targets[:, None])[:, 0], entropy
 
     if not len(targets_N):
-        empty = hidden_N.sum(-1).float()  # keeps the graph: every parameter still gets a (zero) gradient
+        # Keeps the graph, output layer included: DDP waits for a gradient of every parameter, a zero will do.
+        empty = head(hidden_N).sum(-1).float()
         return empty, empty.detach()
     with torch.no_grad():
         vocabulary = head(hidden_N[:1]).shape[-1]
@@ -86,13 +87,18 @@ class PolicyForward:
         self.splits_head: bool | None = None
         parameters = inspect.signature(model.forward).parameters
         self._takes_positions = "position_ids" in parameters
-        self._original = model.forward
+        self._before: PolicyForward | None = model.__dict__.get("_agentrl_policy_forward")  # another trainer's, say
+        self._original = self._before._original if self._before is not None else model.forward
         model.forward = types.MethodType(_forward, model)  # so that DDP and PEFT wrappers stay in the path
         model._agentrl_policy_forward = self  # type: ignore[attr-defined]
 
     def restore(self) -> None:
-        """The model's own `forward` is back."""
-        if self.model.__dict__.get("_agentrl_policy_forward") is self:
+        """The model's own `forward` is back, or that of the `PolicyForward` that was there before."""
+        if self.model.__dict__.get("_agentrl_policy_forward") is not self:
+            return
+        if self._before is not None:
+            self.model._agentrl_policy_forward = self._before  # type: ignore[attr-defined]
+        else:
             self.model.forward = self._original
             del self.model._agentrl_policy_forward  # type: ignore[attr-defined]
 

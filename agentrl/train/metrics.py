@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from agentrl.types import Rollout, RolloutGroup
@@ -105,7 +105,7 @@ def _add_lengths(window: MetricWindow, played: Sequence[Rollout]) -> None:
 
 
 def add_reward_metrics(
-    window: MetricWindow, rewards: Sequence[float | None], by_source: dict[str, Sequence[float | None]],
+    window: MetricWindow, rewards: Sequence[float | None], by_source: Mapping[str, Sequence[float | None]],
     zero_std: Sequence[bool],
 ) -> None:  # fmt: skip
     """reward, reward_std, rewards/{name}/*, frac_reward_zero_std of a whole generation batch (all ranks: call once).

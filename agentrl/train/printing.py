@@ -15,14 +15,18 @@ if TYPE_CHECKING:
     from agentrl.train.config import GRPOConfig
 
 
-def print_completions(groups: Sequence[RolloutGroup], args: GRPOConfig, step: int, console: Console | None = None) -> None:
+def print_completions(
+    groups: Sequence[RolloutGroup], args: GRPOConfig, step: int, console: Console | None = None
+) -> None:
     """A table of the last generation batch: prompt, completion, rewards by source, advantage, outcome."""
     chosen = _choose(groups, args)
     if not chosen:
         return
     names = list(dict.fromkeys(name for rollout in chosen for name in rollout.rewards))
     extras = list(dict.fromkeys(name for rollout in chosen for name in rollout.extra))
-    table = Table("Prompt", "Completion", *names, *extras, "Advantage", "Outcome", title=f"Step {step}", show_lines=True)
+    table = Table(
+        "Prompt", "Completion", *names, *extras, "Advantage", "Outcome", title=f"Step {step}", show_lines=True
+    )
     for rollout in chosen:
         numbers = [_number(rollout.rewards.get(name)) for name in names]
         shown = [str(rollout.extra.get(name, "")) for name in extras]
@@ -48,5 +52,7 @@ def _text(content: object) -> str:
     for message in content if isinstance(content, list) else []:
         calls = [f"{c['function']['name']}({c['function']['arguments']})" for c in message.get("tool_calls", [])]
         said = message.get("content") or ""
-        lines.append(f"{message.get('role')}: {said if isinstance(said, str) else '[blocks]'} {' '.join(calls)}".strip())
+        lines.append(
+            f"{message.get('role')}: {said if isinstance(said, str) else '[blocks]'} {' '.join(calls)}".strip()
+        )
     return "\n".join(lines)

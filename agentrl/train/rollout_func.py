@@ -63,10 +63,12 @@ def _rollout(trainer: GRPOTrainer, plan: GroupPlan, member: int, answer: Mapping
             f"rollout_func returned {len(ids)} completion_ids and {len(log_probs)} logprobs for completion {at}."
         )
     prompt = plan.task.row.get("prompt")
-    text = trainer.renderer.decode(ids)
+    text = trainer.renderer.plain_text(ids)
     message = {"role": "assistant", "content": text}
     truncated = not ids or ids[-1] not in trainer.renderer.stop_ids
-    turn = TurnRecord([int(i) for i in answer["prompt_ids"][at]], ids, log_probs, message, "length" if truncated else "stop")
+    turn = TurnRecord(
+        [int(i) for i in answer["prompt_ids"][at]], ids, log_probs, message, "length" if truncated else "stop"
+    )
     plain = isinstance(prompt, str)
     messages = [{"role": "user", "content": prompt}] if plain else list(prompt or [])
     return Rollout(

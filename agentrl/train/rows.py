@@ -90,7 +90,13 @@ def make_row(items: Sequence[TrainItem], device: torch.device) -> Row:
         return torch.tensor(values, dtype=torch.long, device=device)
 
     return Row(
-        tensor(ids), tensor(positions), tuple(lengths), tensor(scored_by), tensor(targets), tensor(rollouts), tuple(items)
+        tensor(ids),
+        tensor(positions),
+        tuple(lengths),
+        tensor(scored_by),
+        tensor(targets),
+        tensor(rollouts),
+        tuple(items),
     )
 
 

@@ -16,6 +16,7 @@ from agentrl.errors import ConfigurationError, MissingDependency
 from agentrl.pool import EnvironmentPool
 from agentrl.registry import resolve
 from agentrl.rollout.scoring import RewardSource, name_sources
+from agentrl.tasks import TaskSource
 from agentrl.tool_schema import Tool, build_tool
 from agentrl.train.config import GRPOConfig
 
@@ -52,16 +53,40 @@ def load_model(model: str | PreTrainedModel, args: GRPOConfig, quantization_conf
     return model
 
 
+def check_router(model: Any, args: GRPOConfig) -> None:
+    """No load-balancing loss is asked for, by the options or by the model's own config.
+
+    Raises:
+        ConfigurationError: A mixture of experts that wants one, or the option on a model that is none.
+    """
+    own = getattr(model.config.get_text_config(), "router_aux_loss_coef", None)
+    if args.router_aux_loss_coef is None and own:
+        raise ConfigurationError(
+            f"The model is a mixture of experts whose config asks for a load-balancing loss ({own}), which is not in "
+            "this version. Set router_aux_loss_coef=0.0 to train without it."
+        )
+    if args.router_aux_loss_coef is not None and own is None:
+        raise ConfigurationError("router_aux_loss_coef is set but the model is no mixture of experts; leave it out.")
+
+
 def load_tokenizer(processing_class: Any, model: Any, args: GRPOConfig) -> Any:
     """The tokenizer, by default the one saved with the model; a missing pad token becomes the end token."""
     if processing_class is None:
         name = getattr(model.config, "_name_or_path", "") or ""
         if not name:
-            raise ConfigurationError("The model does not know where it was loaded from; pass processing_class=tokenizer.")
+            raise ConfigurationError(
+                "The model does not know where it was loaded from; pass processing_class=tokenizer."
+            )
         kwargs = {key: value for key, value in init_kwargs(args).items() if key == "revision"}
         processing_class = AutoTokenizer.from_pretrained(name, trust_remote_code=args.trust_remote_code, **kwargs)
     if hasattr(processing_class, "image_processor"):
         raise ConfigurationError("Models with images are not in this version; pass the tokenizer of a text model.")
+    rows = model.get_input_embeddings().weight.shape[0]
+    if len(processing_class) > rows:
+        raise ConfigurationError(
+            f"The tokenizer has {len(processing_class)} tokens but the model's embedding has {rows}; call "
+            "model.resize_token_embeddings(len(tokenizer)), or pass the tokenizer that belongs to the model."
+        )
     if processing_class.pad_token is None:
         if processing_class.eos_token is None:
             raise ConfigurationError("The tokenizer has neither a pad token nor an end token; set one of them.")
@@ -105,7 +130,7 @@ def silence_dropout(model: torch.nn.Module) -> None:
         config.attention_dropout = 0.0
     for module in model.modules():  # attention layers read their probability from an attribute
         if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0
+            module.attention_dropout = 0.0  # type: ignore[assignment]
 
 
 def context_length(model: Any) -> int | None:
@@ -127,6 +152,27 @@ def make_pools(factory: Any) -> dict[str | None, EnvironmentPool]:
     if not factory:
         raise ConfigurationError("environment_factory is an empty dict; it must map names to environment classes.")
     return {name: EnvironmentPool(resolve(one)) for name, one in factory.items()}
+
+
+def task_source(
+    dataset: Any, factory: Any, args: GRPOConfig, *, seed: int, order_seed: int | None = None, shuffle: bool = False
+) -> TaskSource:
+    """The rows of a dataset (None: what the environment makes) for the environments of `factory`."""
+    if dataset is not None and args.remove_unused_columns:
+        dataset = _two_columns(dataset)
+    names = [str(name) for name in factory] if isinstance(factory, Mapping) else None
+    return TaskSource(
+        dataset, seed=seed, order_seed=order_seed, shuffle=shuffle, environments=names, prompt_required=factory is None
+    )
+
+
+def _two_columns(dataset: Any) -> Any:
+    keep = ("prompt", "environment")
+    if hasattr(dataset, "remove_columns"):
+        return dataset.remove_columns([name for name in dataset.column_names or () if name not in keep])
+    if hasattr(dataset, "__len__"):
+        return [{name: row[name] for name in keep if name in row} for row in dataset]
+    raise ConfigurationError("remove_unused_columns needs a datasets.Dataset or a list; drop the columns yourself.")
 
 
 def make_tools(tools: Sequence[Callable[..., Any]] | None) -> dict[str, Tool]:

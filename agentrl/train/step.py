@@ -74,7 +74,8 @@ class StepRunner:
                 self.accelerator.backward(loss * scale)
             total += loss.detach() * self.world
             self._measure(row, out, terms, window)
-        with torch.no_grad():  # nothing moves here, but metrics over all completions cover it
+        # Nothing moves here, but metrics over all completions cover it; not through DDP, whose ranks may have none.
+        with torch.no_grad(), self.accelerator.autocast():
             for row in self._rows([item for item, _ in still], budget):
                 with self.policy.context(row):
                     out = call(self.policy.model, row)
@@ -121,7 +122,10 @@ class StepRunner:
         if terms.kl_T is not None:
             window.add("kl", float(terms.kl_T.sum()), len(terms.kl_T))
         window.parts.append(
-            {name: tensor.cpu() for name, tensor in clip_metrics(terms, row.rollout_N, num_rollouts=len(row.items)).items()}
+            {
+                name: tensor.cpu()
+                for name, tensor in clip_metrics(terms, row.rollout_N, num_rollouts=len(row.items)).items()
+            }
         )
 
 
@@ -141,7 +145,7 @@ def frozen_log_probs(
     policy: PolicyForward, items: Sequence[TrainItem], budget: int, device: torch.device,
     forward: Callable[[Row], RowLogProbs],
 ) -> list[Tensor]:  # fmt: skip
-    """[N] log-probs of each item's trained tokens under the weights of now (or of a reference model), without gradient."""
+    """[N] log-probs of each item's trained tokens under `policy` as it is now, without gradient."""
     out: list[Tensor | None] = [None] * len(items)
     for plan in plan_rows([item.tokens for item in items], budget):
         row = make_row([items[i] for i in plan], device)

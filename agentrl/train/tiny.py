@@ -22,6 +22,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from agentrl.render.template import shipped
 from agentrl.train import setup
 from agentrl.train.warm_up import random_episodes, warm_up
 
@@ -51,16 +52,13 @@ def make_tokenizer(texts: Iterable[str] = (), words: Sequence[str] = (), vocabul
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in CONTROL])
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in (*MARKERS, *words)])
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
-    fast.chat_template = training_template()
+    fast.chat_template = shipped("qwen3")
     return fast
 
 
-def training_template() -> str:
-    """Qwen3's format as this package trains it."""
-    return (Path(__file__).parent.parent / "render" / "templates" / "qwen3.jinja").read_text()
-
-
-def make_model(tokenizer: Any, seed: int, *, hidden: int = 64, layers: int = 2, context: int = 2048) -> Qwen3ForCausalLM:
+def make_model(
+    tokenizer: Any, seed: int, *, hidden: int = 64, layers: int = 2, context: int = 2048
+) -> Qwen3ForCausalLM:
     """A Qwen3 model of about 0.14 million parameters, freshly initialised from `seed`."""
     config = Qwen3Config(
         vocab_size=len(tokenizer), hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=4,
@@ -106,27 +104,38 @@ class TinyPolicy:
 
 
 def tiny_policy(
-    environment_factory: Any, seed: int = 0, *, cache: Path | None = None, on_step: Callable[[int, float], None] | None = None
-) -> TinyPolicy:  # fmt: skip
+    environment_factory: Any,
+    seed: int = 0,
+    *,
+    episodes: int = 2000,
+    steps: int = 400,
+    batch_size: int = 32,
+    cache: Path | None = None,
+    on_step: Callable[[int, float], None] | None = None,
+) -> TinyPolicy:
     """A tiny policy for these environments, made and warmed up here, or read from the cache of an earlier run.
 
     Args:
         environment_factory: As in `GRPOTrainer`; the environment writes its own prompts.
         seed: Of the weights, of the episodes it was warmed up on, and of their order.
+        episodes: Random episodes to warm up on; `steps` of `batch_size` of them are trained (see `warm_up`).
         cache: Folder; default: AGENTRL_CACHE, else ~/.cache/agentrl.
         on_step: Called with each warm-up step and its loss.
     """
     pools = setup.make_pools(environment_factory)
     schemas = [tool.schema for pool in pools.values() for tool in pool.tools.values()]
     bytes_only = make_tokenizer()
-    episodes = random_episodes(environment_factory, bytes_only, 300, seed=seed)
-    texts = [bytes_only.decode(sequence.input_ids) for episode in episodes for sequence in episode.sequences]
-    folder = (cache or cache_root()) / _name_of(seed, texts, schemas)
+    played = random_episodes(environment_factory, bytes_only, 300, seed=seed)
+    texts = [bytes_only.decode(sequence.input_ids) for episode in played for sequence in episode.sequences]
+    folder = (cache or cache_root()) / _name_of(seed, episodes, steps, batch_size, texts, schemas)
     if (folder / "config.json").exists():
         return TinyPolicy(Qwen3ForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder), True)
     tokenizer = make_tokenizer(texts, enumerated_words(schemas))
     model = make_model(tokenizer, seed)
-    warm_up(model, tokenizer, environment_factory, seed=seed, on_step=on_step)
+    warm_up(
+        model, tokenizer, environment_factory, episodes=episodes, steps=steps, batch_size=batch_size, seed=seed,
+        on_step=on_step,
+    )  # fmt: skip
     _save(model, tokenizer, folder)
     return TinyPolicy(model, tokenizer, False)
 

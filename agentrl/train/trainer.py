@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer
 
 from agentrl.errors import ConfigurationError
-from agentrl.objective import LossConfig, clip_summary
-from agentrl.record import EpisodeWriter
+from agentrl.objective import clip_summary
+from agentrl.record import EpisodeWriter, begin_record
 from agentrl.render import Renderer
 from agentrl.rollout.engine import RolloutSettings
 from agentrl.rollout.group import GroupPlan
@@ -21,13 +21,14 @@ from agentrl.tasks import TaskSource, derive_seed
 from agentrl.train import setup
 from agentrl.train.buffer import RolloutBuffer
 from agentrl.train.config import GRPOConfig
-from agentrl.train.evaluate import evaluate
+from agentrl.train.evaluate import check_eval_data, evaluate
 from agentrl.train.generation import AdvantageSettings
 from agentrl.train.log_probs import PolicyForward
 from agentrl.train.metrics import MetricWindow
 from agentrl.train.player import Player
 from agentrl.train.printing import print_completions
 from agentrl.train.schedule import Schedule
+from agentrl.train.short_log import shorten
 from agentrl.train.step import StepRunner
 from agentrl.types import RolloutGroup, SamplingParams
 
@@ -82,12 +83,15 @@ class GRPOTrainer(Trainer):
         args = args or GRPOConfig()
         if reward_processing_classes is not None:
             raise ConfigurationError("reward_processing_classes: reward models are not available in this version.")
-        self.loss_config = _loss_config(args)
+        self.loss_config = args.loss_config()
         pools = setup.make_pools(environment_factory)
         sources, weights = setup.make_sources(reward_funcs, args.reward_weights, pools)
-        self.tasks = _task_source(train_dataset, args, environment_factory, pools)
+        self.tasks = _task_source(train_dataset, args, environment_factory)
+        self.environment_factory = environment_factory
+        check_eval_data(eval_dataset, environment_factory, args)
         standalone = setup.make_tools(tools)
         policy = setup.load_model(model, args, quantization_config)
+        setup.check_router(policy, args)
         tokenizer = setup.load_tokenizer(processing_class, policy, args)
         policy = setup.wrap_peft(policy, peft_config)
         if args.disable_dropout:
@@ -96,10 +100,12 @@ class GRPOTrainer(Trainer):
         if args.gradient_checkpointing and args.gradient_checkpointing_kwargs is None:
             args.gradient_checkpointing_kwargs = {"use_reentrant": False}
         super().__init__(
-            model=policy, args=args, data_collator=list, train_dataset=train_dataset, eval_dataset=eval_dataset,
+            model=policy, args=args, data_collator=list,  # type: ignore[arg-type]
+            train_dataset=train_dataset, eval_dataset=[] if eval_dataset is None else eval_dataset,  # type: ignore[arg-type]
             processing_class=tokenizer, callbacks=callbacks, optimizers=optimizers,
         )  # fmt: skip
         self.args: GRPOConfig = args
+        self.eval_dataset = eval_dataset  # None: an environment's own episodes
         self._refuse_sharding()
         self.renderer = Renderer(
             tokenizer, chat_template_kwargs=_as_dict(args.chat_template_kwargs),
@@ -125,8 +131,9 @@ class GRPOTrainer(Trainer):
             self.policy_forward, self.accelerator, self.loss_config, args.max_completion_length
         )
         self._writer: EpisodeWriter | None = None
-        self._tokens_seen, self._last_groups = 0, ()
+        self._last_groups: tuple[RolloutGroup, ...] = ()
         self._check_prompts()
+        shorten(self)
 
     # --- construction ---
     def _rollout_settings(self) -> RolloutSettings:
@@ -138,6 +145,10 @@ class GRPOTrainer(Trainer):
             max_tool_calling_iterations=args.max_tool_calling_iterations,
             max_context=setup.context_length(self.model),
             sampling=sampling,
+            deadlines=args.deadlines(),
+            max_attempts=args.rollout_attempts,
+            min_survivors=args.min_group_survivors,
+            max_failures_in_row=args.max_failures_in_row,
             max_concurrent=max(per_rank, args.num_generations or 1, args.per_device_eval_batch_size),
             seed=args.seed,
         )
@@ -188,8 +199,8 @@ class GRPOTrainer(Trainer):
         if not self.accelerator.gradient_state.sync_gradients:
             return torch.zeros((), device=self.args.device)
         started = time.perf_counter()
-        if hasattr(self.optimizer, "train") and callable(self.optimizer.train):
-            self.optimizer.train()  # schedule-free optimizers
+        if callable(enter_training := getattr(self.optimizer, "train", None)):
+            enter_training()  # schedule-free optimizers
         self.policy_forward.probe()
         batch = self.buffer.batch(self.state.global_step)
         model.train()
@@ -208,6 +219,7 @@ class GRPOTrainer(Trainer):
                 rank = self.accelerator.process_index
                 name = "episodes.jsonl" if rank == 0 else f"episodes.rank{rank}.jsonl"
                 Path(str(self.args.output_dir)).mkdir(parents=True, exist_ok=True)
+                begin_record(Path(str(self.args.output_dir)) / name, self.state.global_step)
                 self._writer = EpisodeWriter(Path(str(self.args.output_dir)) / name)
             rollouts = [rollout for group in groups for rollout in group.rollouts]
             self._writer.write_all(rollouts, step=self.state.global_step)
@@ -222,7 +234,7 @@ class GRPOTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         mode = "train" if "loss" in logs else "eval"
         if mode == "train":
-            logs = logs | self.collect("train") | {"num_tokens": float(self._tokens_seen)}
+            logs = logs | self.collect("train") | {"num_tokens": float(self.state.num_input_tokens_seen)}
             if self.args.log_completions and self.accelerator.is_main_process:
                 print_completions(self._last_groups, self.args, self.state.global_step)
         super().log(logs, start_time)
@@ -246,8 +258,8 @@ class GRPOTrainer(Trainer):
         return values
 
     def saw_tokens(self, count: int) -> None:
-        """`count` more prompt and completion tokens were played, over all ranks."""
-        self._tokens_seen += count
+        """`count` more prompt and completion tokens were played, over all ranks; checkpoints hold the sum."""
+        self.state.num_input_tokens_seen += count
 
     def group_plans(self, cycle: int) -> list[GroupPlan]:
         """The groups of a generation cycle, the same on every rank."""
@@ -266,19 +278,8 @@ class GRPOTrainer(Trainer):
             self._writer.close()
 
 
-def _loss_config(args: GRPOConfig) -> LossConfig:
-    return LossConfig(
-        loss_type=args.loss_type, epsilon=args.epsilon, epsilon_high=args.epsilon_high, delta=args.delta,
-        importance_sampling_level=args.importance_sampling_level, sapo_temperature_pos=args.sapo_temperature_pos,
-        sapo_temperature_neg=args.sapo_temperature_neg, vespo_k_pos=args.vespo_k_pos,
-        vespo_lambda_pos=args.vespo_lambda_pos, vespo_k_neg=args.vespo_k_neg, vespo_lambda_neg=args.vespo_lambda_neg,
-        beta=args.beta, use_bias_correction_kl=args.use_bias_correction_kl,
-        off_policy_mask_threshold=args.off_policy_mask_threshold,
-    )  # fmt: skip
-
-
-def _task_source(dataset: Any, args: GRPOConfig, factory: Any, pools: dict[str | None, Any]) -> TaskSource:
-    """The rows to play.
+def _task_source(dataset: Any, args: GRPOConfig, factory: Any) -> TaskSource:
+    """The rows to train on.
 
     Raises:
         ConfigurationError: No data and no environment, or a run without a known end.
@@ -288,14 +289,9 @@ def _task_source(dataset: Any, args: GRPOConfig, factory: Any, pools: dict[str |
     if (dataset is None or not hasattr(dataset, "__len__")) and args.max_steps <= 0:
         what = "Without a train_dataset" if dataset is None else "With iterable data"
         raise ConfigurationError(f"{what} the length of the run is not known: set max_steps in GRPOConfig.")
-    if args.remove_unused_columns and hasattr(dataset, "column_names") and dataset.column_names:
-        extra = [column for column in dataset.column_names if column not in ("prompt", "environment")]
-        dataset = dataset.remove_columns(extra)
-    names = [str(name) for name in pools] if isinstance(factory, dict) else None
-    return TaskSource(
-        dataset, seed=args.seed, order_seed=args.data_seed, shuffle=bool(args.shuffle_dataset), environments=names,
-        prompt_required=factory is None,
-    )  # fmt: skip
+    return setup.task_source(
+        dataset, factory, args, seed=args.seed, order_seed=args.data_seed, shuffle=bool(args.shuffle_dataset)
+    )
 
 
 def _as_dict(value: Any) -> dict[str, Any] | None:

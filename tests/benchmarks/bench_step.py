@@ -122,7 +122,7 @@ def hunt_for_trl() -> type:
     return HuntForTrl
 
 
-def run_side(side: str, warm: Path, steps: int, folder: str) -> None:
+def run_side(side: str, warm: Path, steps: int, rounds: int, folder: str) -> None:
     """Trains `steps` steps, each on the parent's word."""
     watch = Watch()
     baton = Baton(watch)
@@ -148,9 +148,8 @@ def run_side(side: str, warm: Path, steps: int, folder: str) -> None:
     else:
         import trl
 
-        # trl has no `done`: a limit of three rounds of tools gives the four turns after which Hunt ends itself
         args = trl.GRPOConfig(  # type: ignore[reportPrivateImportUsage]
-            **settings(folder, steps), use_cpu=True, bf16=False, max_tool_calling_iterations=3
+            **settings(folder, steps), use_cpu=True, bf16=False, max_tool_calling_iterations=rounds
         )  # fmt: skip
         trainer = trl.GRPOTrainer(**common, args=args, environment_factory=hunt_for_trl())  # type: ignore[arg-type]
     trainer.remove_callback(transformers.PrinterCallback)
@@ -180,13 +179,24 @@ def warm_policy() -> Path:
     return folder
 
 
-def measure(warm: Path, steps: int) -> dict[str, list[dict[str, float]]]:
+def measure(warm: Path, steps: int, rounds: int) -> dict[str, list[dict[str, float]]]:
     """Every step of both sides, taken in turns; the first of each warms up and is left out."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARALLELISM": "false"}
     children = {}
     for side in SIDES:
         folder = tempfile.mkdtemp(prefix=f"agentrl-bench-{side}-")
-        command = [sys.executable, __file__, "--side", side, "--warm", str(warm), "--steps", str(steps + 1)]
+        command = [
+            sys.executable,
+            __file__,
+            "--side",
+            side,
+            "--warm",
+            str(warm),
+            "--steps",
+            str(steps + 1),
+            "--rounds",
+            str(rounds),
+        ]
         children[side] = subprocess.Popen(
             [*command, "--folder", folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
@@ -228,9 +238,9 @@ def report(taken: dict[str, list[dict[str, float]]]) -> bool:
     best = min(line["cpu"] for line in taken["trl"]) / min(line["cpu"] for line in taken["agentrl"])
     print(f"ratio: {cpu:.2f} by CPU, {wall:.2f} by wall, {best:.2f} by the quickest steps (target {TARGET})")
     print(
-        "trl has no `done`: there, a limit of 3 rounds of tool calls gives the 4 turns after which Hunt ends itself.\n"
-        "The 4th call is played and scored by agentrl only; after an early treasure, trl's policy goes on and is told\n"
-        "that the episode is over."
+        "trl has no `done`: it stops at --rounds instead. With 3 it plays the 4 turns after which Hunt ends itself,\n"
+        "but the last turn's call is not run; with 4 that call is run and a fifth turn follows. After an early\n"
+        "treasure its policy goes on and is told that the episode is over."
     )
     same = all(abs(ours[key] / theirs[key] - 1) <= 0.1 for key in ("turns", "tokens"))
     print(
@@ -242,14 +252,16 @@ def report(taken: dict[str, list[dict[str, float]]]) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--steps", type=int, default=9, help="measured steps of each side")
+    rounds = "rounds of tool calls that trl may run: 3 gives it the same turns as Hunt's end, 4 the same calls"
+    parser.add_argument("--rounds", type=int, default=3, help=rounds)
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--warm", type=Path, help="a folder with a warm model and tokenizer, instead of making them")
     parser.add_argument("--folder", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
-        run_side(options.side, options.warm, options.steps, options.folder)
+        run_side(options.side, options.warm, options.steps, options.rounds, options.folder)
         return 0
-    return 0 if report(measure(options.warm or warm_policy(), options.steps)) else 1
+    return 0 if report(measure(options.warm or warm_policy(), options.steps, options.rounds)) else 1
 
 
 if __name__ == "__main__":

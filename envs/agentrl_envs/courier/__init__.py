@@ -7,8 +7,8 @@ from typing import Any, Literal, get_args
 
 from agentrl.environment import Environment
 
-Person = Literal["anna", "bruno", "carla", "dario"]
-Place = Literal["bakery", "castle", "harbor", "school"]
+Person = Literal["anna", "bruno", "carla", "dario", "elena", "fabio"]
+Place = Literal["bakery", "castle", "harbor", "library", "museum", "school"]
 PEOPLE: tuple[str, ...] = get_args(Person)
 PLACES: tuple[str, ...] = get_args(Place)
 LOOKUP_REWARD = 0.3  # for the right question without the right delivery
@@ -16,6 +16,8 @@ LOOKUP_REWARD = 0.3  # for the right question without the right delivery
 
 class Courier(Environment):
     """Two tools with different arguments: the answer of one is the argument of the other.
+
+    There is one parcel: it can be delivered once, to the right place or to a wrong one.
 
     Args:
         max_calls: Calls after which the episode is over.
@@ -63,8 +65,9 @@ class Courier(Environment):
         Returns:
             Whether the addressee was there.
         """
-        self._delivered = self._delivered or place == self._homes[self._addressee]
+        self._delivered = place == self._homes[self._addressee]
         self._count()
+        self.done = True
         return f"delivered at the {place}" if self._delivered else f"nobody at the {place}"
 
     def get_reward(self) -> float:
@@ -75,4 +78,4 @@ class Courier(Environment):
 
     def _count(self) -> None:
         self._calls += 1
-        self.done = self._delivered or self._calls >= self._max_calls
+        self.done = self._calls >= self._max_calls

@@ -1,0 +1,20 @@
+"""Does an environment keep its promises? Every finding names what to change."""
+
+from __future__ import annotations
+
+from agentrl.check.arguments import random_arguments
+from agentrl.check.report import CheckReport, Finding, RewardSpread
+from agentrl.check.run import check_environment, examine_environment
+from agentrl.check.tokens import TokenCost, byte_level_tokenizer, token_cost
+
+__all__ = [
+    "CheckReport",
+    "Finding",
+    "RewardSpread",
+    "TokenCost",
+    "byte_level_tokenizer",
+    "check_environment",
+    "examine_environment",
+    "random_arguments",
+    "token_cost",
+]

@@ -1,0 +1,38 @@
+"""A model and its tokenizer, ready to be sampled from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from agentrl.errors import ConfigurationError
+from agentrl.sampler import TransformersSampler
+from agentrl.train.setup import context_length
+
+
+def load_policy(name: str, kwargs: Mapping[str, Any], slots: int) -> tuple[TransformersSampler, Any, int | None]:
+    """The sampler of a model in its own dtype, on the accelerator where there is one; its tokenizer; its context.
+
+    Args:
+        name: A folder or a hub id.
+        kwargs: Of `from_pretrained`, for the model and the tokenizer (`revision`, `gguf_file`).
+        slots: Episodes that are sampled side by side.
+
+    Raises:
+        ConfigurationError: It cannot be loaded.
+    """
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, **kwargs)
+        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype="auto", **kwargs)
+    except (OSError, ValueError) as error:  # a name that is nowhere, a folder without weights, no network
+        text = str(error).strip().split("\n")[0]
+        raise ConfigurationError(f"The model '{name}' cannot be loaded: {text}") from error
+    model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    context = context_length(model)
+    return TransformersSampler(model, max_context=context, max_slots=slots), tokenizer, context

@@ -1,0 +1,67 @@
+"""One readable line per log on the terminal; every number still goes to the log history and to the trackers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PrinterCallback, ProgressCallback, Trainer
+
+# (metric, how it is shown); what was not measured is left out
+SHOWN = (
+    ("reward", "reward {:.3f}"), ("reward_std", "(std {:.2f})"), ("loss", "loss {:.4f}"), ("kl", "kl {:.4f}"),
+    ("entropy", "entropy {:.2f}"), ("completions/mean_length", "length {:.0f}"),
+    ("completions/clipped_ratio", "cut {:.0%}"), ("tools/call_frequency", "calls {:.1f}"),
+    ("tools/failure_frequency", "failing {:.0%}"), ("frac_reward_zero_std", "no signal {:.0%}"),
+    ("rollout/failed_frac", "broken {:.0%}"), ("step_time", "{:.2f} s/step"),
+)  # fmt: skip
+QUIET_AT_ZERO = frozenset({"rollout/failed_frac", "completions/clipped_ratio", "kl"})
+
+
+def short_line(logs: dict[str, Any], step: int, of: int) -> str:
+    """What a person looks at first.
+
+    >>> short_line({"reward": 0.5, "loss": 0.01, "rollout/failed_frac": 0.0, "step_time": 0.2}, 10, 40)
+    'step 10/40  reward 0.500  loss 0.0100  0.20 s/step'
+    >>> short_line({"eval_reward": 0.5, "epoch": 1.0}, 10, 40)
+    'step 10/40  eval_reward 0.500'
+    """
+    parts = []
+    for prefix in _prefixes(logs):
+        for name, form in SHOWN:
+            value = logs.get(prefix + name)
+            if isinstance(value, (int, float)) and not (name in QUIET_AT_ZERO and not value):
+                parts.append((prefix if form[0] not in "({" else "") + form.format(value))
+    if not parts:
+        parts = [
+            f"{key} {value:.4g}" for key, value in logs.items() if isinstance(value, (int, float)) and key != "epoch"
+        ]
+    return "  ".join([f"step {step}/{of}", *parts])
+
+
+def _prefixes(logs: dict[str, Any]) -> list[str]:
+    """What stands before "reward" in the names: nothing for training, ``eval_`` or more for evaluation."""
+    return [key[: -len("reward")] for key in logs if key == "reward" or key.endswith("_reward")]
+
+
+class ShortPrinter(PrinterCallback):
+    """Prints the short line where there is no progress bar."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if state.is_local_process_zero and logs:
+            print(short_line(logs, state.global_step, state.max_steps), flush=True)
+
+
+class ShortProgress(ProgressCallback):
+    """Prints the short line above the progress bar."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if state.is_world_process_zero and self.training_bar is not None and logs:
+            self.training_bar.write(short_line(logs, state.global_step, state.max_steps))
+
+
+def shorten(trainer: Trainer) -> None:
+    """transformers' own printers are replaced; callbacks of the user's are left alone."""
+    for old, new in ((PrinterCallback, ShortPrinter), (ProgressCallback, ShortProgress)):
+        if any(type(callback) is old for callback in trainer.callback_handler.callbacks):
+            trainer.remove_callback(old)
+            trainer.add_callback(new)

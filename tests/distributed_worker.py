@@ -1,0 +1,53 @@
+"""Trains on fixed rollouts, alone or as one process of several; used by test_train_distributed.py."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import train_kit as kit
+from torch import distributed
+
+
+def judge(completion_ids: list[list[int]], **kwargs: object) -> list[float]:
+    return [float(sum(ids) % 7) for ids in completion_ids]
+
+
+def train(job: dict[str, Any], folder: Path, world: int) -> dict[str, Any]:
+    """What a run comes to: weights, log, prompts that this process was asked for, evaluation.
+
+    A job has `groups`, `size`, `truncated` (places), `quiet` (prompts whose rewards are equal), `engine` (the real
+    sampler instead of fixed rollouts) and `args` (changes of the config).
+    """
+    samples = kit.fixed(job["groups"], job["size"], truncated=job.get("truncated", ()))
+    table = dict(samples.table)
+    for prompt in job.get("quiet", ()):
+        table[prompt] = [(ids, 1.0) for ids, _ in table[prompt]]
+    samples = kit.Fixed(table, calls=[])
+    engine = {"rollout_func": None, "reward_funcs": judge, "eval_dataset": samples.rows} if job.get("engine") else {}
+    accumulation = job["args"].get("gradient_accumulation_steps", 1)
+    batch = {"per_device_train_batch_size": job["groups"] * job["size"] // (world * accumulation)}
+    model = kit.policy()
+    trainer = kit.trainer(model, samples, kit.config(folder, use_cpu=True, **batch, **job["args"]), **engine)
+    trainer.train()
+    out = {
+        "weights": kit.weights(model), "log": trainer.state.log_history, "calls": samples.calls,
+        "eval": trainer.evaluate() if engine else {}, "plans": [plan.id for plan in trainer.group_plans(0)],
+    }  # fmt: skip
+    trainer.close()
+    return out
+
+
+def main() -> None:
+    """Arguments: a JSON file of jobs by name, and the folder for `<rank>.pt`."""
+    jobs, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    out = {name: train(job, folder, world=2) for name, job in jobs.items()}
+    torch.save(out, folder / f"{distributed.get_rank()}.pt")
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

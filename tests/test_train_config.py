@@ -1,0 +1,200 @@
+"""`GRPOConfig`: documented names and defaults, and nothing accepted that would be ignored."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import HfArgumentParser, TrainingArguments
+
+from agentrl.errors import ConfigurationError
+from agentrl.train.config import GRPOConfig
+from agentrl.train.options import UNAVAILABLE
+
+DOCUMENTED = json.loads((Path(__file__).parent / "data" / "grpo_config_defaults.json").read_text())
+FIELDS = {field.name: field for field in dataclasses.fields(GRPOConfig)}
+
+
+def make(tmp_path: Path, **changes: Any) -> GRPOConfig:
+    return GRPOConfig(output_dir=str(tmp_path), **changes)
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_every_documented_field_has_its_default(name: str):
+    default = FIELDS[name].default
+    assert (default, type(default)) == (DOCUMENTED[name], type(DOCUMENTED[name]))
+
+
+def test_nothing_is_named_that_is_not_documented():
+    own = set(FIELDS) - {field.name for field in dataclasses.fields(TrainingArguments)}
+    assert own - set(DOCUMENTED) == {"record_episodes"}
+    assert all(FIELDS[name].metadata.get("help") for name in own)
+
+
+def test_defaults_work_on_this_machine(tmp_path: Path):
+    """No accelerator: fp32 and no pinned memory, without a flag or a warning."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        args = make(tmp_path)
+    if not torch.cuda.is_available():
+        assert (args.bf16, args.fp16, args.dataloader_pin_memory) == (False, False, False)
+    assert args.steps_per_generation == args.gradient_accumulation_steps == 1
+    assert args.generation_batch_size == args.per_device_train_batch_size == args.num_generations == 8
+
+
+# --- the command line ------------------------------------------------------------------
+def test_HfArgumentParser_reads_every_kind_of_field(tmp_path: Path):
+    line = (
+        f"--output_dir {tmp_path} --num_generations 4 --per_device_train_batch_size 4 --loss_type grpo --beta 0.1 "
+        '--scale_rewards batch --reward_weights 1.0 0.5 --bf16 false --model_init_kwargs {"dtype":"float32"} '
+        "--shuffle_dataset false --max_completion_length 99 --min_p 0.1 --mask_truncated_completions "
+        '--learning_rate 2e-5 --chat_template_kwargs {"enable_thinking":false}'
+    )
+    (args,) = HfArgumentParser(GRPOConfig).parse_args_into_dataclasses(line.split())
+    assert (args.num_generations, args.loss_type, args.beta, args.scale_rewards) == (4, "grpo", 0.1, "batch")
+    assert (args.reward_weights, args.bf16, args.shuffle_dataset) == ([1.0, 0.5], False, False)
+    assert (args.max_completion_length, args.min_p, args.mask_truncated_completions) == (99, 0.1, True)
+    assert args.model_init_kwargs == {"dtype": "float32"}
+    assert args.chat_template_kwargs == {"enable_thinking": False}
+
+
+def test_HfArgumentParser_defaults_are_the_constructors(tmp_path: Path):
+    (parsed,) = HfArgumentParser(GRPOConfig).parse_args_into_dataclasses(["--output_dir", str(tmp_path)])
+    want = make(tmp_path)
+    for name in DOCUMENTED:
+        assert getattr(parsed, name) == getattr(want, name), name
+
+
+def test_F173_an_unknown_key_is_refused(tmp_path: Path):
+    with pytest.raises(TypeError, match="random_seed"):
+        make(tmp_path, random_seed=3)
+    with pytest.raises(ValueError, match="random_seed"):
+        HfArgumentParser(GRPOConfig).parse_dict({"output_dir": str(tmp_path), "random_seed": 3})
+
+
+# --- what this version does not have ---------------------------------------------------
+OTHER_VALUE: dict[str, Any] = {
+    "pad_to_multiple_of": 8, "generation_kwargs": {"top_a": 1}, "cache_implementation": "static",
+    "vllm_mode": "server", "vllm_model_impl": "transformers", "vllm_structured_outputs_regex": "a+",
+    "vllm_server_base_url": "http://x", "vllm_server_host": "h", "vllm_max_model_length": 9,
+    "vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_clip_min": 0.1,
+    "transformers_continuous_batching_config": {"x": 1}, "log_completions_hub_repo": "me/x",
+    "neftune_noise_alpha": 5.0, "fsdp": "full_shard", "deepspeed": {"zero_optimization": {"stage": 2}},
+    "use_liger_kernel": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNAVAILABLE)
+def test_an_option_that_does_nothing_yet_is_refused_when_set(tmp_path: Path, name: str):
+    default = FIELDS[name].default
+    value = OTHER_VALUE.get(name)
+    if value is None:
+        assert isinstance(default, (bool, int, float)), name
+        value = not default if isinstance(default, bool) else default + 1
+    with pytest.raises(ConfigurationError, match=name) as error:
+        make(tmp_path, **{name: value})
+    assert "not" in str(error.value) and len(str(error.value)) < 300
+
+
+def test_every_documented_option_is_either_used_or_refused():
+    """An option that no file of the package reads is an option that is accepted and ignored."""
+    package = Path(__file__).parent.parent / "agentrl"
+    files = [*package.glob("train/*.py"), *package.glob("objective/*.py"), *package.glob("rollout/*.py")]
+    code = "\n".join(f.read_text() for f in files if f.name != "options.py")
+    unused = [name for name in DOCUMENTED if name not in UNAVAILABLE and code.count(name) < 2]
+    assert unused == ["vllm_importance_sampling_correction"]  # says how vLLM's samples are treated; there are none
+
+
+def test_deprecated_options_warn_and_map(tmp_path: Path):
+    with (
+        pytest.warns(FutureWarning, match="use_transformers_continuous_batching"),
+        pytest.raises(ConfigurationError, match=r"^use_transformers_continuous_batching=True"),
+    ):
+        make(tmp_path, use_transformers_paged=True)
+    with (
+        pytest.warns(FutureWarning, match="clip_max"),
+        pytest.raises(ConfigurationError, match=r"^vllm_importance_sampling_clip_max=2\.0"),
+    ):
+        make(tmp_path, vllm_importance_sampling_cap=2.0)
+    with pytest.warns(FutureWarning, match="clip_max"):  # the default under its old name: nothing is asked for
+        assert make(tmp_path, vllm_importance_sampling_cap=3.0).vllm_importance_sampling_clip_max == 3.0
+
+
+# --- the generation batch --------------------------------------------------------------
+def test_generation_batch_size_and_steps_per_generation_exclude_each_other(tmp_path: Path):
+    with pytest.raises(ConfigurationError, match="exclude each other"):
+        make(tmp_path, generation_batch_size=16, steps_per_generation=2)
+
+
+@pytest.mark.parametrize(
+    ("given", "want"),
+    [
+        ({}, (4, 16)),  # gradient_accumulation_steps
+        ({"steps_per_generation": 6}, (6, 24)),
+        ({"generation_batch_size": 8}, (2, 8)),
+    ],
+)
+def test_one_follows_from_the_other(tmp_path: Path, given: dict[str, int], want: tuple[int, int]):
+    args = make(tmp_path, per_device_train_batch_size=4, gradient_accumulation_steps=4, num_generations=4, **given)
+    assert (args.steps_per_generation, args.generation_batch_size) == want
+
+
+def test_a_generation_batch_that_cannot_be_cut_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigurationError, match=r"generation_batch_size \(12\) must be a multiple of .* \(8\)"):
+        make(tmp_path, generation_batch_size=12)
+
+
+def test_num_generations_that_does_not_divide_names_the_values_that_do(tmp_path: Path):
+    with pytest.raises(ConfigurationError, match=r"num_generations \(5\).*12 rollouts.*\[2, 3, 4, 6, 12\]"):
+        make(tmp_path, per_device_train_batch_size=12, num_generations=5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({"temperature": 0.0}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"top_k": -1}, "top_k"),
+        ({"min_p": 2.0}, "min_p"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"beta": -0.1}, "beta"),
+        ({"num_iterations": 0}, "num_iterations"),
+        ({"num_generations": 0}, "num_generations"),
+        ({"num_generations": 1}, "num_generations"),
+        ({"num_generations_eval": 0}, "num_generations_eval"),
+        ({"scale_rewards": "std"}, "scale_rewards"),
+        ({"loss_type": "dr_grpo", "max_completion_length": None}, "max_completion_length"),
+        ({"max_completion_length": 0}, "max_completion_length"),
+        ({"max_tool_calling_iterations": -1}, "max_tool_calling_iterations"),
+        ({"loss_type": "ppo"}, "loss_type"),
+        ({"importance_sampling_level": "word"}, "importance_sampling_level"),
+        ({"epsilon": -0.1}, "epsilon"),
+        ({"multi_objective_aggregation": "mean"}, "multi_objective_aggregation"),
+        ({"multi_objective_aggregation": "normalize_then_sum", "scale_rewards": "batch"}, "scale_rewards"),
+        ({"steps_per_generation": 0}, "steps_per_generation"),
+        ({"router_aux_loss_coef": 0.01}, "router_aux_loss_coef"),
+    ],
+)
+def test_values_out_of_range_are_named(tmp_path: Path, changes: dict[str, Any], names: str):
+    with pytest.raises(ConfigurationError, match=names):
+        make(tmp_path, **changes)
+
+
+@pytest.mark.parametrize(("value", "want"), [(True, "group"), (False, "none"), ("batch", "batch")])
+def test_scale_rewards_takes_booleans(tmp_path: Path, value: Any, want: str):
+    assert make(tmp_path, scale_rewards=value).scale_rewards == want
+
+
+def test_a_config_survives_copying_and_pickling(tmp_path: Path):
+    args = make(tmp_path, steps_per_generation=2)
+    for other in (copy.deepcopy(args), pickle.loads(pickle.dumps(args))):
+        assert (other.steps_per_generation, other.generation_batch_size) == (2, 16)
+    assert json.loads(args.to_json_string())["loss_type"] == "dapo"

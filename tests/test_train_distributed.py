@@ -1,0 +1,90 @@
+"""Two processes (gloo) train one step like one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distributed_worker import train
+
+pytestmark = pytest.mark.slow
+WORKER = Path(__file__).parent / "distributed_worker.py"
+TWO_PASSES = {"max_steps": 2, "num_iterations": 2}
+CHECKPOINTING = {"gradient_checkpointing": True}  # DDP then waits for every parameter: no search for unused ones
+JOBS: dict[str, dict[str, Any]] = {
+    "dapo": {"groups": 2, "size": 4, "truncated": [5], "args": TWO_PASSES},
+    "grpo": {"groups": 2, "size": 4, "truncated": [5], "args": {"loss_type": "grpo", **TWO_PASSES}},
+    # one group for two ranks, and all of the second rank's rollouts masked
+    "few": {"groups": 1, "size": 8, "truncated": [4, 5, 6, 7],
+            "args": {"num_generations": 8, "mask_truncated_completions": True, "beta": 0.1, **CHECKPOINTING}},
+    "quiet": {"groups": 2, "size": 4, "quiet": ["question 0: ", "question 1: x"], "args": CHECKPOINTING},
+    "half": {"groups": 2, "size": 4, "quiet": ["question 0: "], "args": CHECKPOINTING},
+    "engine": {"groups": 4, "size": 2, "engine": True,
+               "args": {"gradient_accumulation_steps": 2, "max_completion_length": 6, "max_steps": 2,
+                        "num_generations": 2, "num_generations_eval": 2}},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two processes made of all jobs; started once, because starting is what costs."""
+    folder = tmp_path_factory.mktemp("two")
+    (folder / "jobs.json").write_text(json.dumps(JOBS))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    everywhere = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    everywhere |= {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(WORKER.parent.parent)}
+    command = [sys.executable, str(WORKER), str(folder / "jobs.json"), str(folder)]
+    started = [
+        subprocess.Popen(
+            command, env=os.environ | everywhere | {"RANK": rank, "LOCAL_RANK": rank},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in "01"
+    ]  # fmt: skip
+    try:
+        texts = [process.communicate(timeout=150)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0, 0], "\n".join(texts)
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_two_processes_train_like_one(tmp_path: Path, two: list[dict[str, Any]], name: str):
+    """The same weights, loss, gradient norm and metrics, with rollouts of different lengths on the two ranks.
+
+    F157: also with fewer groups than ranks, with a rank where nothing is active, and where no rank trains anything.
+    """
+    one = train(JOBS[name], tmp_path, world=1)
+    for rank in two:
+        torch.testing.assert_close(rank[name]["weights"], one["weights"], atol=1e-6, rtol=0)
+        assert rank[name]["eval"] == pytest.approx(one["eval"], abs=1e-6)
+    assert torch.equal(two[0][name]["weights"], two[1][name]["weights"])
+    apart = ("step_time", "train_", "total_flos")
+    for entry, single in zip(two[0][name]["log"], one["log"], strict=True):
+        assert set(entry) == set(single)
+        keep = {k: v for k, v in single.items() if not k.startswith(apart)}
+        assert {k: entry[k] for k in keep} == pytest.approx(keep, abs=2e-6, rel=2e-5)
+
+
+def test_F135_a_group_is_played_whole_on_one_rank(two: list[dict[str, Any]]):
+    """Both ranks plan the same groups, and each is asked for its own share of them."""
+    assert two[0]["dapo"]["plans"] == two[1]["dapo"]["plans"]
+    asked = [rank["dapo"]["calls"] for rank in two]
+    assert [len(prompts) for call in asked for prompts in call] == [1, 1]
+    assert asked[0] != asked[1]
+
+
+def test_F157_the_second_rank_had_no_group_to_play(two: list[dict[str, Any]]):
+    assert two[1]["few"]["calls"] == []
+    assert two[0]["quiet"]["log"][0]["agentrl/no_signal_steps"] == 1.0
