@@ -172,7 +172,7 @@ def test_output_survives_an_ascii_terminal(run_folder):
         (["shwo"], "shwo"),
         (["show", "FOLDER", "--no-such-option"], "--no-such-option"),
         (["quickstart", "--seed", "-1"], "--seed"),
-        (["quickstart", "--steps", "0"], "--steps"),
+        (["quickstart", "--batches", "0"], "--batches"),
     ],
 )
 def test_errors_are_one_or_two_sentences(run_folder, capsys, arguments, said):

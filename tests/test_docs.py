@@ -100,8 +100,8 @@ def run_command(words: list[str], where: str) -> None:
     program = words[0].removeprefix(".venv/bin/")
     if program == "agentrl":
         arguments = words[1:]
-        if arguments[:1] == ["quickstart"] and "--steps" not in arguments:
-            arguments = [*arguments, "--steps", "2"]
+        if arguments[:1] == ["quickstart"] and "--batches" not in arguments:
+            arguments = [*arguments, "--batches", "2"]
         assert main(arguments) == 0, f"{where}: '{' '.join(words)}' failed"
     elif program in ("python", "python3") and words[1].endswith(".py"):
         assert (ROOT / words[1]) in EXAMPLES, f"{where}: there is no example {words[1]}"  # it runs below

@@ -30,8 +30,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words  # accepted before and after the subcommand
     words = [word for word in words if word != "--debug"] or ["--help"]
-    if "" not in sys.path and os.getcwd() not in sys.path:
-        sys.path.insert(0, "")  # "module:Name" finds modules in the current folder, as `python -m` does
     try:
         code = build_app()(words, prog_name="agentrl", standalone_mode=False)
         sys.stdout.flush()

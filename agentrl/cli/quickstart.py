@@ -14,11 +14,11 @@ from agentrl.errors import ConfigurationError
 
 
 def quickstart(
-    env: Annotated[str, typer.Option("--env", help="Which ready environment to learn: hunt or courier.")] = "hunt",
+    env: Annotated[str, typer.Option("--env", help="Which ready environment to learn: hunt or recycle.")] = "hunt",
     seed: Annotated[int, typer.Option("--seed", min=0, help="Names the run's random numbers.")] = 0,
-    steps: Annotated[
+    batches: Annotated[
         int | None,
-        typer.Option("--steps", min=1, help="Batches of 64 episodes; by default as many as it takes, at most 150."),
+        typer.Option("--batches", min=1, help="Batches of 64 episodes; by default as many as it takes, at most 150."),
     ] = None,
     output_dir: Annotated[
         Path | None, typer.Option("--output-dir", help="Folder for the episodes and the reward curve.")
@@ -33,7 +33,7 @@ def quickstart(
 
     progress = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
     with progress:
-        result = job.run(environment=env, seed=seed, max_batches=steps, output_dir=output_dir)
+        result = job.run(environment=env, seed=seed, max_batches=batches, output_dir=output_dir)
     if as_json:
         print_json(result)
 
@@ -49,4 +49,4 @@ def _check_environment(name: str) -> None:
     try:
         environment_factory(f"agentrl/{name.capitalize()}-v0")
     except ConfigurationError as error:
-        raise ConfigurationError(f"There is no ready environment '{name}'; hunt and courier are. {error}") from error
+        raise ConfigurationError(f"There is no ready environment '{name}'; hunt and recycle are. {error}") from error

@@ -49,7 +49,7 @@ def run(
     """Trains, shows what was learnt and writes it to `output_dir` (default: outputs/quickstart-<environment>).
 
     Args:
-        environment: A ready environment (hunt, courier), a registered id, or "package.module:Class".
+        environment: A ready environment (hunt, recycle), a registered id, or "package.module:Class".
         seed: Names all random numbers of the run.
         max_batches: Batches of 64 episodes; by default up to 150, fewer where the policy has learnt the task.
         output_dir: Gets episodes.jsonl, reward.svg, reward.png.
