@@ -95,10 +95,14 @@ def _train_and_show(
     trainer.train()
     live.close()
     after, end = _record(trainer, task), trainer.evaluate()["eval_reward"]
-    console.print("\nThe same task before and after:\n")
-    console.print(transcript_text(before), markup=False)
-    console.print(transcript_text(after), markup=False)
     rewards = progress.rewards
+    if progress.learnt:
+        console.print(f"The last {TAIL} batches have a mean reward of {TARGET} or more: learnt, so the run ends early.")
+    console.print("\nOne task before training:\n")
+    console.print(transcript_text(before), markup=False)
+    console.print("\nThe same task after training:\n")
+    console.print(transcript_text(after), markup=False)
+    console.print()
     console.print(curve_text(rewards, title="mean reward per batch"), markup=False)
     files = {
         "curve_svg": folder / "reward.svg",
@@ -181,6 +185,7 @@ class Progress(TrainerCallback):
     def __init__(self, live: LiveLine, stop_early: bool) -> None:
         self.live, self.stop_early = live, stop_early
         self.rewards: list[float] = []
+        self.learnt = False
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
         if not logs or "reward" not in logs:
@@ -190,4 +195,4 @@ class Progress(TrainerCallback):
         mean = sum(tail) / len(tail)
         self.live.batch(len(self.rewards), args.max_steps // UPDATES, logs["reward"], mean)
         if self.stop_early and len(self.rewards) >= TAIL and mean >= TARGET:
-            control.should_training_stop = True
+            self.learnt = control.should_training_stop = True
