@@ -1,12 +1,16 @@
 """Every claim in the docs is executed: Python blocks, commands, examples, links.
 
 The Python blocks of one page run in order in one namespace, in a folder of their own; `python no-run` marks a block
-that needs hardware and is only compiled. Commands of `agentrl` run through its own `main`; a quickstart is cut to two
-steps. Other commands must be of the known kinds below, most of which `.ci/run` executes.
+that needs hardware and is only compiled, `python file=NAME` is also written to that file, and `python notebook` is a
+cell: it runs in the thread of a running event loop, and may await. Commands of `agentrl` run through its own `main`; a
+quickstart is cut to two batches. Other commands must be of the known kinds below, most of which `.ci/run` executes. An
+example that needs minutes says in its first line "# tested by tests/...", and that file runs it.
 """
 
 from __future__ import annotations
 
+import ast
+import asyncio
 import re
 import runpy
 import shlex
@@ -14,6 +18,7 @@ import sys
 import types
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +27,7 @@ from agentrl.cli.main import main
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
 EXAMPLES = sorted(ROOT.glob("examples/**/*.py"))
+HEAVY = {path: found[1] for path in EXAMPLES if (found := re.match(r"# tested by (tests/\w+\.py)\b", path.read_text()))}
 LANGUAGES = {"python", "bash", "text", "json", "toml", "yaml", ""}
 NOT_RUN_HERE = re.compile(
     r"(git clone|cd|python3 -m venv|(\.venv/bin/|/tmp/pins/bin/)?pip (install|freeze)|(\.venv/bin/)?pytest"
@@ -71,13 +77,31 @@ def test_page(page, tmp_path, monkeypatch):
         where = f"{name_of(page)}:{block.line}"
         assert block.language in LANGUAGES, f"{where}: tag this block as one of {sorted(LANGUAGES)}"
         if block.language == "python":
-            # empty lines in front: a traceback names the line of the page
-            code = compile("\n" * (block.line - 1) + block.code, str(page), "exec")
-            if "no-run" not in block.tags:
-                exec(code, module.__dict__)
+            run_python(block, page, module.__dict__)
         elif block.language == "bash":
             for command in commands(block.code):
                 run_command(command, where)
+
+
+def run_python(block: Block, page: Path, names: dict[str, Any]) -> None:
+    for tag in block.tags:
+        if tag.startswith("file="):
+            Path(tag.removeprefix("file=")).write_text(block.code + "\n")
+    notebook = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT if "notebook" in block.tags else 0
+    # empty lines in front: a traceback names the line of the page
+    code = compile("\n" * (block.line - 1) + block.code, str(page), "exec", flags=notebook)
+    if "no-run" in block.tags:
+        return
+    if not notebook:
+        exec(code, names)
+        return
+
+    async def cell() -> None:
+        awaited = eval(code, names)  # a coroutine where the cell awaits something
+        if awaited is not None:
+            await awaited
+
+    asyncio.run(cell())
 
 
 def commands(code: str) -> list[list[str]]:
@@ -109,11 +133,16 @@ def run_command(words: list[str], where: str) -> None:
         assert NOT_RUN_HERE.match(" ".join(words)), f"{where}: nothing tests the command '{' '.join(words)}'"
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=name_of)
+@pytest.mark.parametrize("example", [path for path in EXAMPLES if path not in HEAVY], ids=name_of)
 def test_example(example, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [str(example)])
     runpy.run_path(str(example), run_name="__main__")
+
+
+@pytest.mark.parametrize("example", HEAVY, ids=name_of)
+def test_a_heavy_example_is_named_in_the_test_that_runs_it(example):
+    assert name_of(example) in (ROOT / HEAVY[example]).read_text()
 
 
 def test_the_test_command_is_the_one_that_ci_runs():

@@ -64,7 +64,8 @@ def add_rollout_metrics(window: MetricWindow, groups: Sequence[RolloutGroup], *,
     if has_tools:
         calls = [call for rollout in played for call in rollout.tool_calls]
         window.add("tools/call_frequency", len(calls), len(played))
-        window.add("tools/failure_frequency", sum(call.error is not None for call in calls), len(calls))
+        failed = sum(call.error not in (None, "episode_over") for call in calls)  # a call too late is no failure
+        window.add("tools/failure_frequency", failed, len(calls))
         exhausted = sum(rollout.outcome.value == "tool_limit" for rollout in played)
         window.add("tools/loop_exhausted_frac", exhausted, len(played))
     window.add("rollout/failed_frac", len(rollouts) - len(played), len(rollouts))

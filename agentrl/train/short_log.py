@@ -61,7 +61,13 @@ class ShortProgress(ProgressCallback):
 
 def shorten(trainer: Trainer) -> None:
     """transformers' own printers are replaced; callbacks of the user's are left alone."""
-    for old, new in ((PrinterCallback, ShortPrinter), (ProgressCallback, ShortProgress)):
-        if any(type(callback) is old for callback in trainer.callback_handler.callbacks):
-            trainer.remove_callback(old)
+    replacements = {
+        "PrinterCallback": ShortPrinter,
+        "ProgressCallback": ShortProgress,
+        "NotebookProgressCallback": ShortPrinter,  # its table shows the loss alone
+    }
+    for callback in list(trainer.callback_handler.callbacks):
+        new = replacements.get(type(callback).__name__)
+        if new is not None and type(callback).__module__.startswith("transformers."):
+            trainer.remove_callback(callback)
             trainer.add_callback(new)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -121,12 +121,10 @@ class StepRunner:
         window.add("entropy", float(out.entropy_N.sum()), len(out.entropy_N))
         if terms.kl_T is not None:
             window.add("kl", float(terms.kl_T.sum()), len(terms.kl_T))
-        window.parts.append(
-            {
-                name: tensor.cpu()
-                for name, tensor in clip_metrics(terms, row.rollout_N, num_rollouts=len(row.items)).items()
-            }
-        )
+        # counted on the CPU: in float64, which MPS does not have
+        extras = {name: tensor.cpu() for name, tensor in terms.extras.items()}
+        flags = replace(terms, low_T=terms.low_T.cpu(), high_T=terms.high_T.cpu(), extras=extras)
+        window.parts.append(clip_metrics(flags, row.rollout_N.cpu(), num_rollouts=len(row.items)))
 
 
 def call(model: torch.nn.Module, row: Row) -> RowLogProbs:

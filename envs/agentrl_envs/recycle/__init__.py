@@ -8,9 +8,7 @@ from typing import Any, Literal, get_args
 from agentrl.environment import Environment
 
 Bin = Literal["glass", "metal", "paper"]
-BELONGS: dict[str, str] = {
-    "bottle": "glass", "jar": "glass", "can": "metal", "foil": "metal", "box": "paper", "letter": "paper",
-}  # fmt: skip
+BELONGS: dict[str, str] = {"bottle": "glass", "can": "metal", "letter": "paper"}
 BINS: tuple[str, ...] = get_args(Bin)
 
 
