@@ -43,7 +43,8 @@ def play(
     if as_json:
         print_json({"reward": episode.reward, "outcome": episode.outcome, "turns": len(episode.turns)})
     else:
-        print_text(f"Over ({episode.outcome.value}) after {len(episode.turns)} turn(s). Reward: {reward}")
+        turns = "turn" if len(episode.turns) == 1 else "turns"
+        print_text(f"Over ({episode.outcome.value}) after {len(episode.turns)} {turns}. Reward: {reward}")
 
 
 def _row(path: Path | None, number: int) -> dict[str, Any]:
