@@ -228,6 +228,11 @@ class Instance:
         value = await self._stage("reset", self.env.reset, kwargs, timeout)
         if value is None:
             return None
+        if isinstance(value, tuple):
+            raise ConfigurationError(
+                f"{self.name}.reset() returned a tuple; it must return text, a list of content blocks, or None. "
+                "Gymnasium's (observation, info) is not text: see GymnasiumEnvironment."
+            )
         try:
             return to_content(value)
         except EnvironmentFailed as error:

@@ -110,9 +110,11 @@ class EnvironmentPool:
             lane.stop()
             if isinstance(env, AgentRLError) or not isinstance(env, Exception):
                 raise env
-            hint = " Pass functools.partial(...) with its arguments." if isinstance(env, TypeError) else ""
+            missing = isinstance(env, TypeError) and "argument" in str(env)
+            hint = " Pass functools.partial(...) with its arguments." if missing else ""
+            said = str(env).rstrip(".")
             raise ConfigurationError(
-                f"Building an environment with {_name(self._factory)} failed: {type(env).__name__}: {env}.{hint}"
+                f"Building an environment with {_name(self._factory)} failed: {type(env).__name__}: {said}.{hint}"
             ) from env
         validate_environment(env, self._factory)
         self.built += 1

@@ -208,13 +208,13 @@ def begin_record(path: str | os.PathLike[str], step: int) -> None:
         numbers = itertools.count(1)
         file.rename(next(p for n in numbers if not (p := file.with_stem(f"{file.stem}-{n}")).exists()))
         return
-    kept = [line for line in file.read_text().splitlines() if _step_of(line) < step]
     replacement = file.with_suffix(".tmp")
-    replacement.write_text("".join(line + "\n" for line in kept))
+    with open(file, "rb") as old, open(replacement, "wb") as kept:
+        kept.writelines(line for line in old if _step_of(line) < step)  # bytes: text may hold other line separators
     replacement.replace(file)
 
 
-def _step_of(line: str) -> float:
+def _step_of(line: bytes) -> float:
     """The step of a record's line; infinite for one that cannot be read (the torn last line of a killed run)."""
     try:
         return json.loads(line).get("step") or 0

@@ -150,6 +150,7 @@ class TaskSource:
             raise ConfigurationError(self._unknown(bad))
 
     def _check_row(self, row: dict[str, Any], index: int) -> None:
+        check_prompt(row.get("prompt"), index)
         if self._prompt_required and row.get("prompt") is None:
             raise ConfigurationError(f"Row {index} of the dataset has no 'prompt'.")
         if self._environments is not None and row.get("environment") not in self._environments:
@@ -189,6 +190,22 @@ def _as_row(row: Any, name: str) -> dict[str, Any]:
 def _rows(data: Any) -> Iterator[dict[str, Any]]:
     """Every row of a sized dataset, by index: a class with `__getitem__` alone never ends when it is iterated."""
     return (_as_row(data[i], f"Row {i}") for i in range(len(data)))
+
+
+def check_prompt(prompt: Any, index: int) -> None:
+    """The prompt is text, a list of messages with a role each, or missing.
+
+    Raises:
+        ConfigurationError: Names the row and what stands there.
+    """
+    if prompt is None or isinstance(prompt, str):
+        return
+    shape = 'text or a list of messages such as {"role": "user", "content": "..."}'
+    if not isinstance(prompt, (list, tuple)):
+        raise ConfigurationError(f"The prompt of row {index} is of type {type(prompt).__name__}; it must be {shape}.")
+    for message in prompt:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise ConfigurationError(f"The prompt of row {index} holds {message!r:.80}; it must be {shape}.")
 
 
 def _columns(data: Any) -> set[str]:

@@ -31,7 +31,7 @@ def train(job: dict[str, Any], folder: Path, world: int) -> dict[str, Any]:
     accumulation = job["args"].get("gradient_accumulation_steps", 1)
     batch = {"per_device_train_batch_size": job["groups"] * job["size"] // (world * accumulation)}
     model = kit.policy()
-    trainer = kit.trainer(model, samples, kit.config(folder, use_cpu=True, **batch, **job["args"]), **engine)
+    trainer = kit.trainer(model, samples, kit.config(folder, **batch, **job["args"]), **engine)
     trainer.train()
     out = {
         "weights": kit.weights(model), "log": trainer.state.log_history, "calls": samples.calls,

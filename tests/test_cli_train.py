@@ -98,10 +98,10 @@ def dry(capsys, *words: str):
 def test_every_example_is_valid(example, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     cost = dry(capsys, str(example))["cost"]
-    assert cost["episodes"] > 1000 and cost["prompt_tokens"] > 0 and 0 < cost["distinct_prompt_share"] < 1
+    assert cost["episodes"] > 100 and cost["prompt_tokens"] > 0 and 0 < cost["distinct_prompt_share"] < 1
     assert not list(tmp_path.iterdir())  # a dry run writes nothing
-    hub = "Qwen" in example.read_text()
-    assert ("is not on this machine" in cost["tokenizer"]) == hub
+    elsewhere = "tiny" not in example.read_text()  # a model of a hub, or one that must be converted first
+    assert ("is not on this machine" in cost["tokenizer"]) == elsewhere
     assert main(["train", str(example), "--dry-run"]) == 0
     text = capsys.readouterr().out
     assert f"Counted with the {cost['tokenizer']}." in text and "An optimizer step:" in text

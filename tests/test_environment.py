@@ -696,3 +696,12 @@ def test_a_cheap_environment_does_not_make_standalone_tools_run_on_the_event_loo
         return elapsed
 
     assert asyncio.run(main()) < 0.5
+
+
+def test_a_gymnasium_style_reset_is_named():
+    class Wrong:
+        def reset(self):
+            return "obs", {}
+
+    with pytest.raises(ConfigurationError, match=r"Wrong.reset\(\) returned a tuple; it must return text"):
+        asyncio.run(Instance(Wrong()).reset({}, 1.0))

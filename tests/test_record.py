@@ -381,3 +381,14 @@ def test_a_new_run_moves_the_old_record_aside_and_a_resumed_one_takes_out_what_i
     begin_record(path, 0)
     assert not path.exists()
     assert (tmp_path / "episodes-1.jsonl").exists() and (tmp_path / "episodes-2.jsonl").read_text() == "second\n"
+
+
+def test_a_resumed_run_keeps_episodes_whose_text_holds_other_line_separators(tmp_path):
+    path = tmp_path / "episodes.jsonl"
+    lines = [
+        json.dumps({"schema_version": 1, "step": step, "text": "a\u2028b\x85c\x1cd"}, ensure_ascii=False)
+        for step in (0, 1)
+    ]
+    path.write_bytes("".join(line + "\n" for line in lines).encode())
+    begin_record(path, 1)
+    assert path.read_bytes().decode() == lines[0] + "\n"

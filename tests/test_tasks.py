@@ -213,3 +213,9 @@ def test_a_row_without_prompt_is_named_when_it_comes():
         source.task(0, 1)
     with pytest.raises(ConfigurationError, match="Row 0 of the dataset is a int"):
         TaskSource(iter([3]), seed=0).task(0, 0)
+
+
+@pytest.mark.parametrize("prompt", [5, ["hi"], [{"content": "no role"}], {"role": "user"}])
+def test_a_prompt_of_another_shape_is_named_with_its_row(prompt):
+    with pytest.raises(ConfigurationError, match="row 0"):
+        TaskSource([{"prompt": prompt}], seed=0).task(0, 0)

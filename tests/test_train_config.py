@@ -201,3 +201,8 @@ def test_a_config_survives_copying_and_pickling(tmp_path: Path):
     for other in (copy.deepcopy(args), pickle.loads(pickle.dumps(args))):
         assert (other.steps_per_generation, other.generation_batch_size) == (2, 16)
     assert json.loads(args.to_json_string())["loss_type"] == "dapo"
+
+
+def test_without_an_accelerator_no_flag_is_needed_to_train_in_several_processes(tmp_path):
+    """transformers looks for torchrun's processes on a CPU only where use_cpu is set."""
+    assert make(tmp_path).use_cpu == (not torch.accelerator.is_available())

@@ -18,6 +18,7 @@ from peft import LoraConfig
 from train_kit import Door, Lamp, length, make
 from transformers import TrainerCallback
 
+from agentrl import GRPOTrainer
 from agentrl.errors import ConfigurationError, ToolDefinitionError
 
 
@@ -235,3 +236,13 @@ def test_an_unset_pad_token_becomes_the_end_token(tmp_path: Path):
         warnings.simplefilter("error")
         make(tmp_path, processing_class=tok, train_dataset=ROWS, reward_funcs=length)
     assert tok.pad_token == tok.eos_token
+
+
+def test_args_of_another_kind_are_named():
+    with pytest.raises(ConfigurationError, match="args must be a GRPOConfig, not a dict"):
+        GRPOTrainer("anything", reward_funcs=len, args={"output_dir": "x"}, train_dataset=[{"prompt": "a"}])  # type: ignore[arg-type]
+
+
+def test_a_folder_that_is_not_there_is_named():
+    with pytest.raises(ConfigurationError, match="There is no folder '/nowhere/model'"):
+        GRPOTrainer("/nowhere/model", reward_funcs=lambda completions: [0.0], train_dataset=[{"prompt": "a"}])

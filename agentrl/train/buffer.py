@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from typing import TYPE_CHECKING
 
 import torch
@@ -123,6 +124,10 @@ class RolloutBuffer:
         window = trainer.window["train"]
         add_rollout_metrics(window, cycle.groups, has_tools=trainer.has_tools)
         if trainer.accelerator.is_main_process:
+            if all(rollout.reward is None for rollout in cycle.shared):
+                warnings.warn(
+                    "Nobody scored any rollout of a generation batch: nothing is trained on it.", stacklevel=2
+                )
             names = self.settings.weights
             add_reward_metrics(
                 window,

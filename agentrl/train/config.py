@@ -178,7 +178,9 @@ class GRPOConfig(TrainingArguments):
 
     def __post_init__(self) -> None:
         self._map_deprecated()
-        accelerator = not self.use_cpu and _has_accelerator()
+        # without the flag, transformers takes a process that torchrun started on a CPU machine for a run of its own
+        self.use_cpu = self.use_cpu or not _has_accelerator()
+        accelerator = not self.use_cpu
         if self.bf16 is None:
             self.bf16 = not self.fp16 and accelerator and _has_bf16()  # pyright: ignore[reportIncompatibleVariableOverride]
         self.dataloader_pin_memory = self.dataloader_pin_memory and accelerator

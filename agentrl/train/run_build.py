@@ -131,7 +131,9 @@ def build_trainer(
     return GRPOTrainer(
         model=model, reward_funcs=parts.reward_functions or None, args=args, train_dataset=parts.train_rows,
         eval_dataset=parts.eval_rows, processing_class=tokenizer, tools=parts.tools or None,
-        environment_factory=parts.factory, peft_config=_peft(run.model),
+        environment_factory=parts.factory,
+        # a model that was warmed up has its adapter already: what the warm-up learnt is saved with it
+        peft_config=None if run.model.warm_up is not None and not run.model.tiny else _peft(run.model),
     )  # fmt: skip
 
 
@@ -155,6 +157,7 @@ def _policy(
     asked = run.model.warm_up
     model = setup.load_model(name, args)
     tokenizer = setup.load_tokenizer(tokenizer, model, args)
+    model = setup.wrap_peft(model, _peft(run.model))
     args.model_init_kwargs = None  # they have done their work
     warm_up(
         model.to(args.device), tokenizer, parts.factory, dataset=parts.train_rows, tools=parts.tools or None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ def load_policy(name: str, kwargs: Mapping[str, Any], slots: int) -> tuple[Trans
     Raises:
         ConfigurationError: It cannot be loaded.
     """
+    if name.startswith(("/", "./", "../", "~")) and not Path(name).expanduser().is_dir():
+        raise ConfigurationError(f"There is no folder '{name}' to load a model from.")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     try:

@@ -90,7 +90,7 @@ def check_keys(table: Mapping[str, Any], known: typing.Iterable[str], where: str
         if key in known:
             continue
         name = f"{where}.{key}" if where else key
-        hint = did_you_mean(key, known)
+        hint = " The model's folder or hub id is called 'name'." if name == "model.path" else did_you_mean(key, known)
         if not hint and key in elsewhere:
             hint = f" It belongs in [{elsewhere[key]}]."
         if not hint and len(known) <= 16:

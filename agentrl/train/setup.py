@@ -34,12 +34,15 @@ def load_model(model: str | PreTrainedModel, args: GRPOConfig, quantization_conf
         ConfigurationError: Neither a string nor a causal language model.
     """
     if isinstance(model, (str, Path)):
+        if str(model).startswith(("/", "./", "../", "~")) and not Path(model).expanduser().is_dir():
+            raise ConfigurationError(f"There is no folder '{model}' to load a model from.")
         kwargs = {"dtype": torch.float32, "trust_remote_code": args.trust_remote_code} | init_kwargs(args)
         if isinstance(kwargs["dtype"], str) and kwargs["dtype"] != "auto":
             kwargs["dtype"] = getattr(torch, kwargs["dtype"])
         if quantization_config is not None:
             kwargs["quantization_config"] = quantization_config
-        return AutoModelForCausalLM.from_pretrained(str(model), **kwargs)
+        loaded = AutoModelForCausalLM.from_pretrained(str(model), **kwargs)
+        return _trainable(loaded) if kwargs.get("gguf_file") else loaded
     if quantization_config is not None:
         warnings.warn("quantization_config is ignored: the model is already loaded.", stacklevel=3)
     if args.model_init_kwargs:
@@ -67,6 +70,20 @@ def check_router(model: Any, args: GRPOConfig) -> None:
         )
     if args.router_aux_loss_coef is not None and own is None:
         raise ConfigurationError("router_aux_loss_coef is set but the model is no mixture of experts; leave it out.")
+
+
+def _trainable(read: Any) -> Any:
+    """The weights of a model that was read from GGUF in a fresh one.
+
+    transformers expands such weights, but still takes the model for a quantized one that can be neither trained nor
+    saved.
+    """
+    settings = read.config.to_dict()
+    settings.pop("quantization_config", None)
+    model = type(read)(type(read.config)(**settings)).to(read.dtype)
+    model.load_state_dict(read.state_dict())
+    model.generation_config = read.generation_config
+    return model
 
 
 def load_tokenizer(processing_class: Any, model: Any, args: GRPOConfig) -> Any:

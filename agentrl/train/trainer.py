@@ -80,7 +80,9 @@ class GRPOTrainer(Trainer):
         rollout_func: Callable[..., Any] | None = None,
         environment_factory: Any = None,
     ) -> None:
-        args = args or GRPOConfig()
+        args = GRPOConfig() if args is None else args
+        if not isinstance(args, GRPOConfig):
+            raise ConfigurationError(f"args must be a GRPOConfig, not a {type(args).__name__}.")
         if reward_processing_classes is not None:
             raise ConfigurationError("reward_processing_classes: reward models are not available in this version.")
         self.loss_config = args.loss_config()

@@ -98,7 +98,8 @@ def warm_up(
     """The model has seen what tool use looks like: `steps` supervised steps on random episodes.
 
     The loss is cross-entropy on every token after the first prompt, tool results included: predicting them is what
-    teaches a small model to read and copy them. AdamW, learning rate ramped over 20 steps and decayed linearly.
+    teaches a small model to read and copy them. AdamW, learning rate ramped over 20 steps (a quarter of all, where that
+    is less) and decayed linearly.
 
     Args:
         model: A transformers causal language model; trained in place.
@@ -119,12 +120,13 @@ def warm_up(
     policy.probe()
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0, betas=(0.9, 0.98))
     device = next(model.parameters()).device
+    ramp = min(20, max(1, steps // 4))
     losses = []
     model.train()
     try:
         for step in range(steps):
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate * min(1.0, (step + 1) / 20) * max(0.1, 1 - step / steps)
+                group["lr"] = learning_rate * min(1.0, (step + 1) / ramp) * max(0.1, 1 - step / steps)
             row = make_row([rng.choice(items) for _ in range(batch_size)], device)
             with policy.context(row):
                 loss = -model(agentrl_row=row)["log_probs_N"].mean()

@@ -14,7 +14,7 @@ name = "${dashed}-envs"
 version = "0.1.0"
 description = "An environment for agentrl."
 requires-python = ">=3.11"
-dependencies = ["agentrl"]
+dependencies = []  # and agentrl, installed from its clone: on PyPI that name belongs to somebody else
 
 # agentrl imports the package when an id of this namespace is first used.
 [project.entry-points."agentrl.environments"]
@@ -128,7 +128,7 @@ def test_an_episode_as_a_model_plays_it():
 README = """\
 # ${dashed}-envs
 
-One environment for [agentrl](https://pypi.org/project/agentrl/): `${name}/${cls}-v0`.
+One environment for agentrl: `${name}/${cls}-v0`.
 
     agentrl env check ${name}/${cls}-v0     # does it keep its promises?
     agentrl env play ${name}/${cls}-v0      # be the policy yourself
@@ -136,7 +136,8 @@ One environment for [agentrl](https://pypi.org/project/agentrl/): `${name}/${cls
     agentrl train train.toml --dry-run      # what a training run would cost
     agentrl train train.toml                # train a tiny policy, on this machine's CPU
 
-In this folder these commands work as they are; `pip install -e .` makes them work everywhere.
+In this folder these commands work as they are; `pip install --no-deps -e .` makes them work everywhere, beside an
+agentrl that was installed from its clone (on PyPI that name belongs to somebody else).
 
 Change `${name}_envs/${name}.py`: `reset` returns the prompt, every public method is a tool, `get_reward` scores the
 episode. Register further environments in `${name}_envs/__init__.py`.
