@@ -10,6 +10,7 @@ from typing import Any
 
 from agentrl.environment import Instance
 from agentrl.rollout.engine import RolloutEngine
+from agentrl.rollout.loop import LoopThread
 from agentrl.rollout.scoring import Scorer
 from agentrl.types import Rollout, RolloutGroup, Task
 
@@ -109,6 +110,23 @@ async def run_groups(
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
+
+
+def play_and_close(engine: RolloutEngine, scorer: Scorer, plans: Sequence[GroupPlan]) -> list[RolloutGroup]:
+    """The groups of `plans`; afterwards the engine's environments are closed. Works inside a running loop, too."""
+
+    async def play() -> list[RolloutGroup]:
+        try:
+            return await run_groups(engine, scorer, plans)
+        finally:
+            for pool in engine.pools.values():
+                await pool.close()
+
+    loop = LoopThread()
+    try:
+        return loop.run(play())
+    finally:
+        loop.close()
 
 
 def with_advantages(group: RolloutGroup, advantages: Sequence[float]) -> RolloutGroup:

@@ -11,8 +11,7 @@ from agentrl.errors import AgentRLError, ConfigurationError, EnvironmentFailed, 
 from agentrl.pool import EnvironmentPool
 from agentrl.registry import resolve
 from agentrl.rollout.engine import RolloutEngine, RolloutSettings
-from agentrl.rollout.group import GroupPlan, run_group
-from agentrl.rollout.loop import LoopThread
+from agentrl.rollout.group import GroupPlan, play_and_close
 from agentrl.rollout.scoring import Scorer, name_sources
 from agentrl.tool_schema import Tool, build_tool
 from agentrl.types import Outcome, Rollout, SampleOutput, Sampler, SampleRequest, SamplingParams, Task
@@ -80,11 +79,9 @@ def play_episode(
     )  # fmt: skip
     engine = RolloutEngine(sampler, renderer, {None: pool}, named, settings)
     plan = GroupPlan(f"play{seed}", Task(index=0, epoch=0, seed=seed, row=dict(task or {})), 1)
-    loop = LoopThread()
     try:
-        group = loop.run(_once(engine, Scorer(sources), plan))
+        (group,) = play_and_close(engine, Scorer(sources), [plan])
     finally:
-        loop.close()
         if sampler is not policy and hasattr(sampler, "close"):
             sampler.close()  # type: ignore[attr-defined]
     (rollout,) = group.rollouts
@@ -99,14 +96,6 @@ def _failure(rollout: Rollout) -> AgentRLError:
         return SamplerError(what)
     stage = rollout.outcome.value.removesuffix("_failed")
     return EnvironmentFailed(what, stage=stage, deadline=rollout.outcome is Outcome.DEADLINE)
-
-
-async def _once(engine: RolloutEngine, scorer: Scorer, plan: GroupPlan):
-    try:
-        return await run_group(engine, scorer, plan)
-    finally:
-        for pool in engine.pools.values():
-            await pool.close()
 
 
 def _by_name(tools: Sequence[Callable[..., Any]]) -> dict[str, Tool]:

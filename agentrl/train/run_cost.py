@@ -11,8 +11,7 @@ from agentrl.check.tokens import BYTE_LEVEL, byte_level_tokenizer
 from agentrl.errors import ConfigurationError
 from agentrl.render import Renderer
 from agentrl.rollout.engine import RolloutEngine, RolloutSettings
-from agentrl.rollout.group import GroupPlan, run_groups
-from agentrl.rollout.loop import LoopThread
+from agentrl.rollout.group import GroupPlan, play_and_close
 from agentrl.rollout.scoring import Scorer
 from agentrl.sampler import ScriptedSampler
 from agentrl.tasks import TaskSource
@@ -152,24 +151,13 @@ def first_prompts(
     tasks = [source.task(epoch, position) for epoch, position in schedule.tasks(0)[:MEASURED]]
     plans = [GroupPlan(f"dry{i}", task, 1) for i, task in enumerate(tasks)]
 
-    async def play() -> list[Any]:
-        try:
-            return await run_groups(engine, Scorer([]), plans)
-        finally:
-            for pool in pools.values():
-                await pool.close()
-
-    loop = LoopThread()
-    try:
-        rollouts = [rollout for group in loop.run(play()) for rollout in group.rollouts]
-    finally:
-        loop.close()
+    rollouts = [rollout for group in play_and_close(engine, Scorer([]), plans) for rollout in group.rollouts]
     for rollout in rollouts:
         if not rollout.turns:
             last = (rollout.error or "").strip().split("\n")[-1]
             raise ConfigurationError(f"The first episode cannot begin ({rollout.outcome.value}): {last}")
     costs = [_tool_tokens(renderer, engine, task, rollout) for task, rollout in zip(tasks, rollouts, strict=True)]
-    return [rollout.turns[0].prompt_ids for rollout in rollouts], round(sum(costs) / len(costs))
+    return [rollout.turns[0].prompt_ids or [] for rollout in rollouts], round(sum(costs) / len(costs))
 
 
 def _tool_tokens(renderer: Renderer, engine: RolloutEngine, task: Any, rollout: Any) -> int:

@@ -15,8 +15,7 @@ import torch
 
 from agentrl.render import Renderer
 from agentrl.rollout.engine import RolloutEngine, RolloutSettings
-from agentrl.rollout.group import GroupPlan, run_groups
-from agentrl.rollout.loop import LoopThread
+from agentrl.rollout.group import GroupPlan, play_and_close
 from agentrl.rollout.scoring import Scorer
 from agentrl.sampler import RandomPolicy
 from agentrl.tasks import TaskSource, derive_seed
@@ -63,19 +62,7 @@ def random_episodes(
     policy = RandomPolicy(seed, stop_p=stop_p, tokenizer=tokenizer)
     engine = RolloutEngine(policy, Renderer(tokenizer), pools, standalone, settings)
     plans = [GroupPlan(f"warm{i}", source.task(0, i), 1) for i in range(count)]
-
-    async def play():
-        try:
-            return await run_groups(engine, Scorer([]), plans)
-        finally:
-            for pool in pools.values():
-                await pool.close()
-
-    loop = LoopThread()
-    try:
-        groups = loop.run(play())
-    finally:
-        loop.close()
+    groups = play_and_close(engine, Scorer([]), plans)
     return [rollout for group in groups for rollout in group.rollouts if not rollout.outcome.failed]
 
 
