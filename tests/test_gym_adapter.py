@@ -269,12 +269,14 @@ def test_wrappers_are_honoured_in_order():
 # --- reset -----------------------------------------------------------------------------
 def test_F085_the_seed_and_the_rows_columns_reach_reset():
     env = Recorder()
-    episode = play_episode(GymnasiumEnvironment(env), ["x"], seed=11, task={"prompt": "Hi! ", "size": 4, "none": None})
+    played = GymnasiumEnvironment(env)
+    episode = play_episode(played, ["x"], seed=11, task={"prompt": "Hi! ", "size": 4, "none": None})
     assert env.resets == [(11, {"size": 4})]
     assert episode.messages[0]["content"] == (
         "Hi! Recorder: Counts to length; remembers how it was treated.\n"
         "Call act with an action, one of: action_0, action_1.\n0"
     )
+    played.close()  # a ready instance is its owner's to close
     play_episode(GymnasiumEnvironment(env), ["x"], task={"options": {"low": -1}, "seed": 3})
     assert env.resets[1:] == [(3, {"low": -1})]
 
