@@ -245,7 +245,7 @@ def test_f067_clean_wobble_and_rewrite_by_hand():
     assert first.completion_mask == [False, False, True, True, False, True, True]
     assert wobble.input_ids == [1, 2, 3, 4, 9, 5, 66, 9, 7] and wobble.completion_mask == [False] * 8 + [True]
     assert rewrite.input_ids == [1, 2, 9, 8] and rewrite.old_log_probs[3] == -0.6 and rewrite.version == 9
-    assert completion_ids(turns) == [3, 4, 9, 5, 6, 7, 8]
+    assert completion_ids(to_sequences(turns)) == [3, 4, 9, 5, 6, 7, 8]
     assert trained([first, wobble, rewrite]) == sampled(turns)
 
 

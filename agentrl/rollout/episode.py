@@ -256,6 +256,7 @@ class Episode:
     def finish(self, outcome: Outcome, error: str | None, total: float) -> Rollout:
         """The attempt as a frozen record; a failed one keeps its turns for reading but has nothing to train."""
         turns = tuple(self.turns)
+        sequences = tuple(to_sequences(turns))
         self.seconds["total"] = total
         after = self.messages[self.prompt_length :]
         return Rollout(
@@ -264,8 +265,8 @@ class Episode:
             prompt=self.text if self.text is not None else self.messages[: self.prompt_length],
             messages=self.messages,
             completion="".join(str(message["content"]) for message in after) if self.text is not None else after,
-            completion_ids=completion_ids(turns), turns=turns,
-            sequences=() if outcome.failed else tuple(to_sequences(turns)),
+            completion_ids=completion_ids(sequences), turns=turns,
+            sequences=() if outcome.failed else sequences,
             tool_calls=tuple(self.calls), outcome=outcome, error=error, attempts=self.attempt,
             truncated=outcome is Outcome.TRUNCATED, seconds=self.seconds,
             rewards={self.environment or "": self.reward} if self.scored and not outcome.failed else {},

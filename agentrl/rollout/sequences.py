@@ -40,18 +40,10 @@ def to_sequences(turns: Iterable[TurnRecord]) -> list[TrainingSequence]:
     return [TrainingSequence(ids, mask, old, min(versions)) for ids, mask, old, versions in rows if any(mask)]
 
 
-def completion_ids(turns: Iterable[TurnRecord]) -> list[int]:
+def completion_ids(sequences: Iterable[TrainingSequence]) -> list[int]:
     """All ids after the first prompt, tool results included; a fork adds what its sequence has after its own prompt.
 
-    >>> completion_ids([TurnRecord([1, 2], [3], [-0.5], {}, "stop"), TurnRecord([1, 2, 3, 9], [4], [-0.1], {}, "stop")])
+    >>> completion_ids([TrainingSequence([1, 2, 3, 9, 4], [False, False, True, False, True], [])])
     [3, 9, 4]
     """
-    held: list[int] = []
-    out: list[int] = []
-    for turn in turns:
-        if turn.prompt_ids is None or turn.output_ids is None:
-            return []
-        continues = bool(held) and turn.prompt_ids[: len(held)] == held
-        out += [*(turn.prompt_ids[len(held) :] if continues else ()), *turn.output_ids]
-        held = [*turn.prompt_ids, *turn.output_ids]
-    return out
+    return [i for one in sequences for i in one.input_ids[one.completion_mask.index(True) :]]

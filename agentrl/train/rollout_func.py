@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.errors import ConfigurationError
 from agentrl.rollout.group import GroupPlan
-from agentrl.rollout.sequences import completion_ids, to_sequences
+from agentrl.rollout.sequences import to_sequences
 from agentrl.types import Outcome, Rollout, RolloutGroup, TurnRecord
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def _rollout(trainer: GRPOTrainer, plan: GroupPlan, member: int, answer: Mapping
     messages = [{"role": "user", "content": prompt}] if plain else list(prompt or [])
     return Rollout(
         id=f"{plan.id}.{member}", group_id=plan.id, member=member, task=plan.task, environment=None, prompt=prompt,
-        messages=[*messages, message], completion=text if plain else [message], completion_ids=completion_ids([turn]),
+        messages=[*messages, message], completion=text if plain else [message], completion_ids=ids,
         turns=(turn,), sequences=tuple(to_sequences([turn])), tool_calls=(),
         outcome=Outcome.TRUNCATED if truncated else Outcome.FINISHED, truncated=truncated,
         extra={name: values[at] for name, values in answer.items() if name not in (*REQUIRED, "logprob_token_ids")},
