@@ -116,8 +116,8 @@ async def run_groups(
 
 
 @contextlib.contextmanager
-def _rarer_collections(allocations: int = 50_000) -> Iterator[None]:
-    """Inside, Python looks for cyclic garbage every 50,000 allocations instead of every 700.
+def _rarer_collections(allocations: int = 20_000) -> Iterator[None]:
+    """Inside, Python looks for cyclic garbage every 20,000 allocations instead of every 700.
 
     Each look walks over all ids of all turns that are alive, which made a turn's cost grow with the conversation.
     """
