@@ -212,6 +212,10 @@ def validate_environment(env: Any, factory: Any) -> None:
 
 def _name(factory: Any) -> str:
     while hasattr(factory, "func"):
+        entry = factory.args[0] if getattr(factory, "args", ()) else None
+        name = getattr(entry, "id", None)  # of an entry of the registry: says more than the function
+        if isinstance(name, str):
+            return name
         factory = factory.func
     return getattr(factory, "__qualname__", None) or repr(factory)
 

@@ -199,3 +199,10 @@ def test_registering_twice_does_not_warn(registered, recwarn):
 def test_importing_the_registry_imports_no_gymnasium():
     code = "import sys, agentrl.registry as r; r.resolve('json:dumps'); assert 'gymnasium' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_an_environment_that_cannot_be_built_is_named_by_its_id():
+    with pytest.raises(
+        ConfigurationError, match=r"Building an environment with agentrl/Hunt-v0 failed: ValueError: hops"
+    ):
+        EnvironmentPool(functools.partial(resolve("agentrl/Hunt-v0"), hops=0))
