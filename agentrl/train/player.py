@@ -35,6 +35,7 @@ class Player:
             model, max_context=settings.max_context, max_slots=max(1, settings.max_concurrent),
             autocast_dtype=autocast_dtype,
         )  # fmt: skip
+        self._on_accelerator = next(model.parameters()).device.type != "cpu"
         self.engine = RolloutEngine(self.sampler, renderer, pools, tools, settings)
         self.scorer = Scorer(sources)
         self._loop = LoopThread()
@@ -42,7 +43,10 @@ class Player:
     def play(self, plans: Sequence[GroupPlan], *, version: int, trainer_state: Any = None) -> list[RolloutGroup]:
         """The groups of `plans`, played by the weights of now (`version`) and scored."""
         self.sampler.publish(version)
-        return self._loop.run(self._play(plans, trainer_state))
+        groups = self._loop.run(self._play(plans, trainer_state))
+        if self._on_accelerator:
+            self.sampler.reset()  # the cache's memory is free for the training phase
+        return groups
 
     async def _play(self, plans: Sequence[GroupPlan], trainer_state: Any) -> list[RolloutGroup]:
         return await run_groups(self.engine, self.scorer, plans, trainer_state=trainer_state)

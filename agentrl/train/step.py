@@ -62,6 +62,9 @@ class StepRunner:
         budget = self._budget(batch)
         rows = self._rows([item for item, _ in moving], budget)
         rows = self._same_number(rows, batch)
+        window.add("agentrl/no_signal_steps", float(not rows), 1)
+        if not rows and getattr(self.accelerator, "scaler", None) is not None:
+            rows = [_empty_row(self.accelerator.device)]  # a GradScaler steps only after a backward pass
         weight_of = {id(item): w for item, w in trained}
         total = torch.zeros((), device=self.accelerator.device)
         for n, row in enumerate(rows):
@@ -80,7 +83,6 @@ class StepRunner:
                 with self.policy.context(row):
                     out = call(self.policy.model, row)
                 self._measure(row, out, self._loss(row, out, weight_of)[1], window)
-        window.add("agentrl/no_signal_steps", float(not rows), 1)
         return total
 
     def _budget(self, batch: StepBatch) -> int:
