@@ -11,7 +11,7 @@ import functools
 import inspect
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ import typing_extensions
 from pydantic import TypeAdapter, ValidationError
 
 from agentrl.content import clean_text, to_content
-from agentrl.errors import ToolArgumentError, ToolDefinitionError
+from agentrl.errors import ConfigurationError, ToolArgumentError, ToolDefinitionError
 from agentrl.tool_errors import explain, short
 from agentrl.tool_types import described, fields_type, parse_docstring, properties_of, python_type
 
@@ -147,6 +147,20 @@ def build_tool(
         inline=getattr(function, "run_inline", False) is True,
         _validate=adapter.validator.validate_python,
     )
+
+
+def build_tools(functions: Iterable[Callable[..., Any]] | None) -> dict[str, Tool]:
+    """Standalone tools by name; None is none.
+
+    Raises:
+        ConfigurationError: Two have the same name.
+    """
+    named: dict[str, Tool] = {}
+    for one in map(build_tool, functions or ()):
+        if one.name in named:
+            raise ConfigurationError(f"Two tools are named '{one.name}'; rename one.")
+        named[one.name] = one
+    return named
 
 
 def describe_unknown(name: str, tools: Mapping[str, Tool]) -> str:

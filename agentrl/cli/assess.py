@@ -11,8 +11,7 @@ from agentrl.cli.numbers import counted, mean_interval, pass_at_k
 from agentrl.errors import ConfigurationError
 from agentrl.pool import EnvironmentPool
 from agentrl.rollout.engine import RolloutEngine, RolloutSettings
-from agentrl.rollout.group import GroupPlan, run_groups
-from agentrl.rollout.loop import LoopThread
+from agentrl.rollout.group import GroupPlan, play_and_close
 from agentrl.rollout.scoring import Scorer, name_sources
 from agentrl.tasks import TaskSource, derive_seed
 from agentrl.tool_schema import Tool
@@ -66,19 +65,7 @@ def play(contest: Contest, policy: Any, limits: Limits, *, tasks: int, samples: 
     engine = RolloutEngine(policy.sampler, renderer, contest.pools, contest.tools, settings)
     scorer = Scorer(name_sources(contest.reward_functions, contest.reward_weights))
     plans = [GroupPlan(f"eval{i}", source.task(0, i), samples) for i in range(tasks)]
-
-    async def run() -> list[RolloutGroup]:
-        try:
-            return await run_groups(engine, scorer, plans)
-        finally:
-            for pool in contest.pools.values():
-                await pool.close()
-
-    loop = LoopThread()
-    try:
-        return loop.run(run())
-    finally:
-        loop.close()
+    return play_and_close(engine, scorer, plans)
 
 
 def summary(groups: Sequence[RolloutGroup], *, k: int, success: float) -> dict[str, Any]:

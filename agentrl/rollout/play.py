@@ -13,7 +13,7 @@ from agentrl.registry import resolve
 from agentrl.rollout.engine import RolloutEngine, RolloutSettings
 from agentrl.rollout.group import GroupPlan, play_and_close
 from agentrl.rollout.scoring import Scorer, name_sources
-from agentrl.tool_schema import Tool, build_tool
+from agentrl.tool_schema import build_tools
 from agentrl.types import Outcome, Rollout, SampleOutput, Sampler, SampleRequest, SamplingParams, Task
 
 
@@ -63,7 +63,7 @@ def play_episode(
     """
     sampler = _as_sampler(policy, tokenizer, seed)
     sources = name_sources([reward_funcs] if callable(reward_funcs) else list(reward_funcs))
-    named = _by_name(tools)
+    named = build_tools(tools)
     ready = environment is not None and not _is_factory(environment)
     factory = (lambda: environment) if ready else environment
     pool = EnvironmentPool(resolve(factory) if factory is not None else None, owned=not ready)
@@ -96,15 +96,6 @@ def _failure(rollout: Rollout) -> AgentRLError:
         return SamplerError(what)
     stage = rollout.outcome.value.removesuffix("_failed")
     return EnvironmentFailed(what, stage=stage, deadline=rollout.outcome is Outcome.DEADLINE)
-
-
-def _by_name(tools: Sequence[Callable[..., Any]]) -> dict[str, Tool]:
-    named: dict[str, Tool] = {}
-    for tool in map(build_tool, tools):
-        if tool.name in named:
-            raise ConfigurationError(f"Two tools are named '{tool.name}'; rename one.")
-        named[tool.name] = tool
-    return named
 
 
 def _is_factory(environment: Any) -> bool:

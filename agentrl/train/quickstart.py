@@ -76,6 +76,7 @@ def run(
     try:
         return _train_and_show(trainer, live, console, folder, started, stop_early=max_batches is None)
     finally:
+        live.close()
         trainer.close()
 
 
@@ -93,7 +94,7 @@ def _train_and_show(
     progress = Progress(live, stop_early)
     trainer.add_callback(progress)
     trainer.train()
-    live.close()
+    live.close()  # what follows is printed in full
     after, end = _record(trainer, task), trainer.evaluate()["eval_reward"]
     rewards = progress.rewards
     if progress.learnt:

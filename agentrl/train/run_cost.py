@@ -15,6 +15,7 @@ from agentrl.rollout.group import GroupPlan, play_and_close
 from agentrl.rollout.scoring import Scorer
 from agentrl.sampler import ScriptedSampler
 from agentrl.tasks import TaskSource
+from agentrl.tool_schema import build_tools
 from agentrl.train import setup
 from agentrl.train.run_build import RunParts, model_location
 from agentrl.train.run_file import RunFile
@@ -140,7 +141,7 @@ def first_prompts(
 
     The episodes are played by a policy that answers at once.
     """
-    pools, tools = setup.make_pools(parts.factory), setup.make_tools(parts.tools)
+    pools, tools = setup.make_pools(parts.factory), build_tools(parts.tools)
     renderer = Renderer(
         tokenizer, chat_template_kwargs=dict(args.chat_template_kwargs or {}),  # type: ignore[arg-type]
         with_tools=bool(tools) or any(pool.tools for pool in pools.values()),

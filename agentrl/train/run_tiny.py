@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from agentrl.tool_schema import build_tools
 from agentrl.train import setup
 from agentrl.train.run_build import RunParts
 from agentrl.train.tiny import enumerated_words, make_model, make_tokenizer, tiny_policy
@@ -18,7 +19,7 @@ def tiny_tokenizer(parts: RunParts, seed: int) -> Any:
     texts = [rough.decode(sequence.input_ids) for episode in episodes for sequence in episode.sequences]
     pools = setup.make_pools(parts.factory)
     schemas = [tool.schema for pool in pools.values() for tool in pool.tools.values()]
-    schemas += [tool.schema for tool in setup.make_tools(parts.tools).values()]
+    schemas += [tool.schema for tool in build_tools(parts.tools).values()]
     return make_tokenizer(texts, enumerated_words(schemas))
 
 

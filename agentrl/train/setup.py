@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from agentrl.pool import EnvironmentPool
 from agentrl.registry import resolve
 from agentrl.rollout.scoring import RewardSource, name_sources
 from agentrl.tasks import TaskSource
-from agentrl.tool_schema import Tool, build_tool
 from agentrl.train.config import GRPOConfig
 
 
@@ -190,17 +189,6 @@ def _two_columns(dataset: Any) -> Any:
     if hasattr(dataset, "__len__"):
         return [{name: row[name] for name in keep if name in row} for row in dataset]
     raise ConfigurationError("remove_unused_columns needs a datasets.Dataset or a list; drop the columns yourself.")
-
-
-def make_tools(tools: Sequence[Callable[..., Any]] | None) -> dict[str, Tool]:
-    """Standalone tools by name."""
-    made: dict[str, Tool] = {}
-    for function in tools or ():
-        tool = build_tool(function)
-        if tool.name in made:
-            raise ConfigurationError(f"Two tools are named '{tool.name}'; rename one.")
-        made[tool.name] = tool
-    return made
 
 
 def make_sources(

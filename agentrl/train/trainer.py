@@ -18,6 +18,7 @@ from agentrl.render import Renderer
 from agentrl.rollout.engine import RolloutSettings
 from agentrl.rollout.group import GroupPlan
 from agentrl.tasks import TaskSource, derive_seed
+from agentrl.tool_schema import build_tools
 from agentrl.train import setup
 from agentrl.train.buffer import RolloutBuffer
 from agentrl.train.config import GRPOConfig
@@ -91,7 +92,7 @@ class GRPOTrainer(Trainer):
         self.tasks = _task_source(train_dataset, args, environment_factory)
         self.environment_factory = environment_factory
         check_eval_data(eval_dataset, environment_factory, args)
-        standalone = setup.make_tools(tools)
+        standalone = build_tools(tools)
         policy = setup.load_model(model, args, quantization_config)
         setup.check_router(policy, args)
         tokenizer = setup.load_tokenizer(processing_class, policy, args)

@@ -19,6 +19,7 @@ from agentrl.rollout.group import GroupPlan, play_and_close
 from agentrl.rollout.scoring import Scorer
 from agentrl.sampler import RandomPolicy
 from agentrl.tasks import TaskSource, derive_seed
+from agentrl.tool_schema import build_tools
 from agentrl.train import setup
 from agentrl.train.log_probs import PolicyForward
 from agentrl.train.rows import TrainItem, make_row
@@ -51,7 +52,7 @@ def random_episodes(
         tools: Standalone tools.
     """
     pools = setup.make_pools(environment_factory)
-    standalone = setup.make_tools(tools)
+    standalone = build_tools(tools)
     names = [str(name) for name in pools] if None not in pools else None
     source = TaskSource(
         dataset, seed=derive_seed(seed, "warm-up"), environments=names, prompt_required=environment_factory is None
