@@ -72,10 +72,14 @@ class Sampler(Protocol):
 # --- rendering -------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """Why a prompt does not continue the tokens held so far."""
+    """Where and why a prompt does not continue the tokens held so far."""
 
     at: int  # index of the first differing token
     why: str
+    held: int = 0  # number of tokens held; all from `at` on are rendered again
+    before: str = ""  # text of the last tokens that are the same on both sides
+    held_text: str = ""  # text of the held tokens from `at` on, the first of them
+    new_text: str = ""  # text of the prompt from `at` on, likewise
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.render import Renderer
-from agentrl.render.calls import Hermes, read_turn
+from agentrl.render.formats import Hermes, Tagged, Think
 from agentrl.types import ParsedTurn
 
 TOOLS = [{"type": "function", "function": {"name": "bash", "description": "Run.", "parameters": {"type": "object"}}}]
-FORM = Hermes()
+FORM = Tagged(Think("<think>", "</think>"), Hermes())
 
 
 def read(text: str, **kwargs: Any) -> ParsedTurn:
-    return read_turn(text, FORM, **{"thinking": False, **kwargs})
+    return FORM.read(text, {}, **{"opened": False, "start": 0, **kwargs})
 
 
 def call(arguments: str, name: str = "bash") -> str:
@@ -90,9 +90,9 @@ def test_an_open_think_block_is_all_reasoning() -> None:
 
 def test_a_lone_closing_tag_ends_reasoning_F055() -> None:
     for thinking in (True, False):
-        turn = read("2+2 is 4.\n</think>\n\n4", thinking=thinking)
+        turn = read("2+2 is 4.\n</think>\n\n4", opened=thinking)
         assert turn.message == {"role": "assistant", "content": "4", "reasoning_content": "2+2 is 4."}
-    assert read("no end", thinking=True).message == {"role": "assistant", "content": "", "reasoning_content": "no end"}
+    assert read("no end", opened=True).message == {"role": "assistant", "content": "", "reasoning_content": "no end"}
     assert read(call("{}") + "</think>").calls[0].error is None  # after a call it is only text
 
 
@@ -138,7 +138,7 @@ def test_a_call_that_was_cut_says_that_it_ends_too_early_F079() -> None:
 
 
 def test_a_prompt_that_opened_the_block_and_a_turn_that_opens_it_again_F055() -> None:
-    turn = read("\n<think>\nwhy\n</think>\n\nso", thinking=True)
+    turn = read("\n<think>\nwhy\n</think>\n\nso", opened=True)
     assert (turn.message["reasoning_content"], turn.message["content"]) == ("why", "so")
 
 
@@ -215,7 +215,7 @@ PIECES = [
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.sampled_from(PIECES), max_size=14).map("".join), st.booleans())
 def test_any_text_is_read_and_every_call_is_run_or_explained(text: str, thinking: bool) -> None:
-    turn = read(text, thinking=thinking)
+    turn = read(text, opened=thinking)
     good = [c.id for c in turn.calls if c.error is None]
     assert good == [c["id"] for c in turn.message.get("tool_calls", [])]
     assert all(c.name for c in turn.calls if c.error is None)

@@ -284,7 +284,10 @@ def test_no_bos_where_the_tokenizer_has_none_F057(renderer: Renderer, qwen: Any)
 
 
 def test_plain_prompts_need_no_template_and_conversations_name_the_fix(tiny: Any) -> None:
-    renderer = Renderer(tiny.make(special=("<eos>",), markers=(), eos="<eos>"))
+    bare = tiny.make(special=("<eos>",), markers=(), eos="<eos>")
+    with pytest.raises(ConfigurationError, match=r"template is missing.*Pass a chat_template"):
+        Renderer(bare)
+    renderer = Renderer(bare, with_tools=False)
     assert renderer.verdict.template == "none"
     assert renderer.decode(renderer.text_prompt("hello")) == "hello"
     assert renderer.parse(renderer.text_prompt("hello"), None).message == {"role": "assistant", "content": "hello"}

@@ -112,7 +112,7 @@ def test_the_training_template_keeps_reasoning_where_the_original_drops_it_F049(
     # Within one query the original keeps reasoning, so held ids stay; the next question makes it rewrite.
     assert [p.drift is None for p in prompts] == [True, False, True]
     drift = prompts[1].drift
-    assert drift is not None and "rewrites history" in drift.why and "In the cave?" in drift.why
+    assert drift is not None and "rewrites history" in drift.why and "In the cave?" in drift.held_text
     assert "In the cave?" not in own.decode(prompts[1].ids)
 
 
@@ -201,7 +201,7 @@ def test_what_a_template_does_to_contents_is_found_out(tiny: Any, was: str, now:
     renderer = Renderer(tokenizer, with_tools=False)
     assert renderer.verdict.template == "original"
     for content in ("a", " b\n", "", "\n", 'c "q" {x}', "<|im_end|>"):
-        messages = [USER, assistant("Hello."), {"role": "tool", "content": content, "name": "n", "tool_call_id": "id7"}]
+        messages = [USER, assistant("Hello.", 1), {"role": "tool", "content": content, "name": "n", "tool_call_id": "id7"}]
         whole = renderer.first(messages, None)
         start = len(renderer.first([USER], None))
         end = tokenizer.convert_tokens_to_ids("<|im_end|>")
@@ -220,10 +220,10 @@ def test_a_template_without_tools_is_replaced_and_says_so(tiny: Any) -> None:
 def test_a_template_whose_calls_cannot_be_read_is_refused_when_tools_come(tiny: Any) -> None:
     names = tiny.make(special=("<eos>",), markers=("<user>",), eos="<eos>")
     names.chat_template = "{% for m in messages %}<user>{{ m.content }}<eos>{% endfor %}"
-    renderer = Renderer(names)
-    assert renderer.first([USER], None)
-    with pytest.raises(ConfigurationError, match=r"unknown to agentrl.*chat_template"):
-        renderer.first([USER], [TOOL])
+    names.name_or_path = "some/model"
+    with pytest.raises(ConfigurationError, match=r"some/model writes tool calls in no form.*Pass a chat_template"):
+        Renderer(names)
+    assert Renderer(names, with_tools=False).first([USER], None)
 
 
 def test_a_given_template_is_used_as_it_is(tiny: Any) -> None:
@@ -237,7 +237,7 @@ def test_a_given_template_is_used_as_it_is(tiny: Any) -> None:
     [
         ("{% if %}", "does not parse"),
         ("{{ raise_exception('only users') }}", "only users"),
-        ("{{ x.y }}", "cannot write"),
+        ("{{ x.y }}", "'x' is undefined"),
     ],
 )
 def test_broken_templates_say_what_is_wrong(tiny: Any, template: str, words: str) -> None:
@@ -259,5 +259,5 @@ def test_templates_cannot_reach_python(tiny: Any) -> None:
 def test_generation_blocks_dates_and_loop_controls_render(tiny: Any) -> None:
     text = "{% generation %}a{% endgeneration %}{{ strftime_now('%Y') | length }}"
     text += "{% for i in [1, 2] %}b{% break %}{% endfor %}"
-    renderer = Renderer(tiny.qwen(), chat_template=text)
+    renderer = Renderer(tiny.qwen(), chat_template=text, with_tools=False)
     assert renderer.decode(renderer.first([USER], None)) == "a4b"

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from agentrl.errors import ConfigurationError
 from agentrl.render import probe
 from agentrl.render.codec import Codec
+from agentrl.render.learn import Behaviour, marked_turn, suffix
 from agentrl.render.messages import flatten
 from agentrl.render.template import ChatTemplate, Tools
 from agentrl.types import Message
@@ -41,20 +41,20 @@ def _slot(i: int) -> str:
 
 
 class Bridge:
-    """Writes what follows the end of a sampled turn, for templates that keep earlier turns as they are."""
+    """Writes what follows the body of a sampled turn, for templates that keep earlier turns as they are."""
 
-    def __init__(self, template: ChatTemplate, codec: Codec, border: str, style: probe.Style) -> None:
+    def __init__(self, template: ChatTemplate, codec: Codec, behaviour: Behaviour) -> None:
         self._template = template
         self._codec = codec
-        self._border = border
-        self._none = style.value
+        self._behaviour = behaviour
+        self._none = behaviour.style.value
         self._frames: dict[Shape, _Frame | None] = {}
         self._names_matter = self._writes_names()
 
     def ids(self, turn: Message, new: Sequence[Message], tools: Tools) -> list[int] | None:
-        """Ids after the end-of-turn token of `turn` up to the next sampled token; None where no check vouches for them.
+        """Ids from the end-of-turn token of `turn` up to the next sampled token; None where no check vouches for them.
 
-        The end-of-turn token itself is not among them.
+        The first of them is the token that ends the turn: where the policy sampled it, it is held already.
         """
         shape: Shape = (
             bool(turn.get("content")),
@@ -85,25 +85,23 @@ class Bridge:
             texts: set[str | None] = set()
             for name in ({}, {"name": "zqname"}, {"name": "other"}):
                 new: list[Message] = [{"role": role, "tool_call_id": "call_0", "content": "x"} | name]
-                try:
-                    texts.add(self._suffix(self._lead(turn, new), new, [probe.TOOL]))
-                except ConfigurationError:
-                    return True
+                texts.add(self._suffix(self._lead(turn, new), new, [probe.TOOL]))
             if len(texts) > 1:
                 return True
         return False
 
     def _lead(self, turn: Message, new: Sequence[Message], *, long: bool = False) -> list[Message]:
-        """A short conversation that ends in a turn of the same kind as `turn`."""
-        results = max(1, sum(m["role"] == "tool" for m in new))
-        last = probe.assistant(
-            "Well." if turn.get("content") else "",
-            calls=results if turn.get("tool_calls") else 0,
-            reasoning="Hm." if (thought := turn.get("reasoning_content")) else thought,
-        )
-        # The ids of the calls must fit the tool messages, should a template compare them.
-        for call, message in zip(last.get("tool_calls", ()), (m for m in new if m["role"] == "tool"), strict=False):
+        """A short conversation that ends in a turn of the same kind as `turn`, marked at its end."""
+        results = [m for m in new if m["role"] == "tool"]
+        calls = max(1, len(results)) if turn.get("tool_calls") else 0
+        thought = turn.get("reasoning_content")
+        last = marked_turn(calls=calls, reasoning="Hm." if thought else thought)
+        if calls and turn.get("content"):
+            last["content"] = "Well."
+        # The calls must fit the tool messages, should a template compare them or write the name of the one before.
+        for call, message in zip(last.get("tool_calls", ()), results, strict=False):
             call["id"] = message.get("tool_call_id") or call["id"]
+            call["function"]["name"] = message.get("name") or call["function"]["name"]
         if not long:
             return [probe.user("x"), last]
         system: Message = {"role": "system", "content": "Be brief."}
@@ -111,9 +109,7 @@ class Bridge:
         return [*talk, probe.assistant("Yes.", reasoning=self._none), probe.user("y"), last]
 
     def _suffix(self, lead: list[Message], new: Sequence[Message], tools: Tools) -> str | None:
-        done = self._template.render(lead, tools, generate=False)
-        text = self._template.render([*lead, *new], tools)
-        return self._border + text[len(done) :] if text.startswith(done) and done.endswith(self._border) else None
+        return suffix(self._template, self._codec, self._behaviour.form, lead, new, tools)
 
     def _make(self, turn: Message, new: Sequence[Message], tools: Tools) -> _Frame | None:
         """The frame of this shape; None where the text around contents depends on more than the shape."""

@@ -7,7 +7,7 @@ import json
 import re
 import secrets
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -64,7 +64,9 @@ class Codec:
         self._nonce = "qz" + secrets.token_hex(6)  # letters and digits: survives JSON, stripping and escaping
         self._guard_tables: dict[frozenset[str], tuple[re.Pattern[str] | None, dict[str, str], dict[str, str]]] = {}
         self._spelled = {f"{self._nonce}{i}z": token for i, token in enumerate(self.control)}
-        self._spelled |= {f"{self._nonce}{i}j": json.dumps(t)[1:-1] for i, t in enumerate(self.control)}
+        self._spelled |= {
+            f"{self._nonce}{i}j": json.dumps(t, ensure_ascii=False)[1:-1] for i, t in enumerate(self.control)
+        }
         self._sentinel = re.compile(self._nonce + r"\d+[zj]")
         self._cache: dict[str, list[int]] = {}
         self.bos_id: int | None = self._leading_bos(tokenizer)
@@ -103,6 +105,11 @@ class Codec:
         if at < len(rendered):
             out.append(self._spell(rendered[at:]))
         return out
+
+    def controls(self, rendered: str, at: int = 0) -> Iterator[tuple[int, str]]:
+        """Position and name of every control token in a rendered text, from `at` on."""
+        for match in self._marker.finditer(rendered, at) if self._marker else ():
+            yield match.start(), match.group()
 
     def _spell(self, text: str) -> str:
         if self._nonce not in text:

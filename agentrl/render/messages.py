@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from agentrl.errors import ConfigurationError
 from agentrl.render.codec import Codec
 from agentrl.types import Message
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a template wants of an assistant message; families differ, and a wrong shape is written without a word."""
+
+    json_arguments: bool = False  # arguments of calls as JSON text, not as a dict
+    no_content: bool = False  # content None beside calls, where there is no text
+    thought: str = "reasoning_content"  # the key under which it looks for reasoning
 
 
 def flatten(content: Any) -> str:
@@ -30,6 +41,30 @@ def flatten(content: Any) -> str:
     return "".join(texts)
 
 
+def check_order(messages: Sequence[Message], calls_in: Callable[[str], bool]) -> None:
+    """Every tool result of a prompt follows a turn with a call. `calls_in` finds calls in the text of a turn.
+
+    Raises:
+        ConfigurationError: No messages, or a tool message without a call before it.
+    """
+    if not messages:
+        raise ConfigurationError("The prompt has no messages.")
+    called = False
+    for i, message in enumerate(messages):
+        role = message.get("role")
+        if not isinstance(role, str) or not role:
+            raise ConfigurationError(f"messages[{i}] of the prompt has no role: {message!r:.80}.")
+        if role == "tool" and not called:
+            raise ConfigurationError(
+                f"messages[{i}] of the prompt is a tool result, but no assistant message with tool_calls stands "
+                "before it. Add the call, or give the text to the user."
+            )
+        if role != "tool":
+            called = role == "assistant" and bool(
+                message.get("tool_calls") or calls_in(flatten(message.get("content")))
+            )
+
+
 def normalise_arguments(arguments: Any, name: str) -> dict[str, Any]:
     """Arguments of a recorded call as a dict; datasets store them as JSON strings too, and nothing as "" or None."""
     if isinstance(arguments, str) and arguments.strip():
@@ -48,6 +83,20 @@ def normalise_arguments(arguments: Any, name: str) -> dict[str, Any]:
     return arguments
 
 
+_KEPT_NULLS = frozenset({"default", "const", "example"})
+
+
+def without_nulls(schema: Any) -> Any:
+    """A JSON schema without the nulls that Arrow fills in, so that absent keys are absent again.
+
+    >>> without_nulls({"type": "object", "enum": None, "properties": {"a": {"type": "string"}, "b": None}})
+    {'type': 'object', 'properties': {'a': {'type': 'string'}}}
+    """
+    if isinstance(schema, dict):
+        return {k: without_nulls(v) for k, v in schema.items() if v is not None or k in _KEPT_NULLS}
+    return [without_nulls(v) for v in schema] if isinstance(schema, list | tuple) else schema
+
+
 def guard_json(value: Any, codec: Codec) -> Any:
     """A JSON value whose strings and keys spell no control token (stand-ins instead, see `Codec.guard`)."""
     if isinstance(value, str):
@@ -59,8 +108,8 @@ def guard_json(value: Any, codec: Codec) -> Any:
     return value
 
 
-def prepare(message: Message, codec: Codec, trusted: frozenset[str]) -> Message:
-    """The message as templates expect it, with no control token spelled in it.
+def prepare(message: Message, codec: Codec, trusted: frozenset[str], shape: Shape) -> Message:
+    """The message as the template expects it, with no control token spelled in it.
 
     `trusted` tokens (think and call tags, and others that are not special) stay what they are in system and assistant
     messages: those are written by the author of the run or by the policy. User and tool messages are never trusted.
@@ -71,17 +120,24 @@ def prepare(message: Message, codec: Codec, trusted: frozenset[str]) -> Message:
     for key, value in message.items():
         if value is None or key in ("role", "content", "tool_calls"):
             continue
-        trust = trusted if key == "reasoning_content" else frozenset[str]()
-        out[key] = codec.guard(value, trust) if isinstance(value, str) else guard_json(value, codec)
+        if key in ("reasoning_content", "reasoning", "thinking") and isinstance(value, str):
+            out[shape.thought] = codec.guard(value, trusted)
+        else:
+            out[key] = codec.guard(value) if isinstance(value, str) else guard_json(value, codec)
     calls = message.get("tool_calls")
     if calls:
-        out["tool_calls"] = [_prepare_call(call, codec) for call in calls]
+        out["tool_calls"] = [_prepare_call(call, codec, shape) for call in calls]
+        if shape.no_content and not out["content"]:
+            out["content"] = None
     return out
 
 
-def _prepare_call(call: dict[str, Any], codec: Codec) -> dict[str, Any]:
+def _prepare_call(call: dict[str, Any], codec: Codec, shape: Shape) -> dict[str, Any]:
     function = call.get("function") or call
     name = function.get("name") or ""
-    arguments = normalise_arguments(function.get("arguments"), name)
-    made = {"name": codec.guard(name), "arguments": guard_json(arguments, codec)}
+    arguments = guard_json(normalise_arguments(function.get("arguments"), name), codec)
+    made = {
+        "name": codec.guard(name),
+        "arguments": json.dumps(arguments, ensure_ascii=False) if shape.json_arguments else arguments,
+    }
     return {"type": "function", "function": made} | ({"id": codec.guard(call["id"])} if call.get("id") else {})

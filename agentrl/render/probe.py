@@ -1,18 +1,16 @@
-"""What a template does, found out by rendering it: history, tools, calls, the end of a turn."""
+"""Conversations that make a template show what it does with history, and the words for what it did."""
 
 from __future__ import annotations
 
 import enum
-import json
-from dataclasses import dataclass
 from typing import Any
 
 from agentrl.errors import ConfigurationError
-from agentrl.render.calls import THINK_CLOSE, THINK_OPEN, CallFormat, Hermes
-from agentrl.render.codec import Codec
-from agentrl.render.template import ChatTemplate
+from agentrl.render.formats import Think
+from agentrl.render.template import ChatTemplate, Tools
 from agentrl.types import Message
 
+MARK = "zqmarkqz"
 TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -20,28 +18,26 @@ TOOL: dict[str, Any] = {
         "description": "Looks something up.",
         "parameters": {
             "type": "object",
-            "properties": {"word": {"type": "string", "description": "What to look up."}},
+            "properties": {
+                "word": {"type": "string", "description": "What to look up."},
+                "count": {"type": "integer", "description": "How many."},
+                "exact": {"type": "boolean", "description": "No variants."},
+                "places": {"type": "array", "items": {"type": "string"}, "description": "Where."},
+            },
             "required": ["word"],
         },
     },
 }
-FORMATS: tuple[CallFormat, ...] = (Hermes(),)
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """Which template is used, whether its prompts continue what is held, and why."""
-
-    preserving: bool
-    why: str
-    template: str  # "original", "custom", "qwen3", "chatml" or "none"
 
 
 def user(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
-def assistant(text: str = "", *, calls: int = 0, reasoning: str | None = None) -> Message:
+def assistant(
+    text: str = "", *, calls: int = 0, reasoning: str | None = None, arguments: dict[str, Any] | None = None
+) -> Message:
+    """An assistant message; without `arguments` its calls are told apart by their word."""
     message: Message = {"role": "assistant", "content": text}
     if reasoning is not None:
         message["reasoning_content"] = reasoning
@@ -50,7 +46,7 @@ def assistant(text: str = "", *, calls: int = 0, reasoning: str | None = None) -
             {
                 "id": f"call_{i}",
                 "type": "function",
-                "function": {"name": "probe_tool", "arguments": {"word": f"w{i}"}},
+                "function": {"name": "probe_tool", "arguments": arguments or {"word": f"w{i}"}},
             }
             for i in range(calls)
         ]
@@ -62,21 +58,22 @@ def tool(text: str, number: int = 0) -> Message:
 
 
 class Style(enum.Enum):
-    """What the generation prompt does about thinking; turns of probe conversations are as `read_turn` gives them."""
+    """What the generation prompt does about thinking; turns of probe conversations are as parsing gives them."""
 
     PLAIN = None  # nothing: a turn may think or not
     EMPTY = ""  # closes an empty think block: no turn thinks
     OPEN = "Hm."  # opens a think block: every turn thinks
 
 
-def style_of(generation: str) -> Style:
+def style_of(generation: str, think: Think) -> Style:
     """The style that a generation prompt asks for."""
-    if THINK_CLOSE not in generation and THINK_OPEN not in generation:
+    opened, closed = think.open.strip(), think.close.strip()
+    if opened not in generation and closed not in generation:
         return Style.PLAIN
-    return Style.OPEN if generation.rfind(THINK_OPEN) > generation.rfind(THINK_CLOSE) else Style.EMPTY
+    return Style.OPEN if generation.rfind(opened) > generation.rfind(closed) else Style.EMPTY
 
 
-def _conversations(with_tools: bool, style: Style) -> list[list[Message]]:
+def _conversations(with_calls: bool, style: Style, several: bool) -> list[list[Message]]:
     """Conversations that make history-rewriting templates show themselves."""
 
     def turn(text: str = "", calls: int = 0, thought: str | None = None) -> Message:
@@ -86,22 +83,25 @@ def _conversations(with_tools: bool, style: Style) -> list[list[Message]]:
     talk = [user("Hi there."), turn("Hello."), user("And now?"), turn("Yes."), user("Bye.")]
     thought = [user("One?"), turn("Two.", thought="It is one more."), user("Three?"), turn("Four."), user("Five?")]
     out = [talk, [system, *talk], thought]
-    if with_tools:
-        call = turn(calls=1)
+    call = turn(calls=1)
+    if with_calls:
         out += [
             [user("Look."), call, tool("found"), call, tool("again"), turn("Done."), user("More?")],
             [system, user("Look."), call, tool("found"), turn("Done."), user("x"), call, tool("y")],
-            [user("Look."), turn("Both.", calls=2), tool("a"), tool("b", 1), call, tool("c")],
             [user("Look."), turn(calls=1, thought="Let me see."), tool("found"), user("And?"), call, tool("d")],
         ]
+    if with_calls and several:
+        out.append([user("Look."), turn("Both.", calls=2), tool("a"), tool("b", 1), call, tool("c")])
     return out
 
 
-def rewriting(template: ChatTemplate, *, with_tools: bool, style: Style) -> str | None:
-    """None where every prompt of the probe conversations continues the one before; else what went wrong."""
-    tools = [TOOL] if with_tools else None
+def rewriting(template: ChatTemplate, tools: Tools, style: Style, *, several: bool = True) -> str | None:
+    """None where every prompt of the probe conversations continues the one before; else what went wrong.
+
+    `several`: turns with more than one call are among them.
+    """
     try:
-        for messages in _conversations(with_tools, style):
+        for messages in _conversations(bool(tools), style, several):
             turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
             for k, end in zip(turns, [*turns[1:], len(messages)], strict=True):
                 done = template.render(messages[: k + 1], tools, generate=False)
@@ -119,65 +119,9 @@ def _describe(messages: list[Message], k: int) -> str:
     return f"it writes an assistant turn{thought}{call} differently once the conversation goes on"
 
 
-def end_of_turn(template: ChatTemplate, codec: Codec, style: Style) -> tuple[int | None, str]:
-    """The id that ends an assistant turn, and the text after it (the border); (None, "") without one."""
-    mark = "zqanswerqz"
-    try:
-        done = template.render([user("x"), assistant(mark, reasoning=style.value)], generate=False)
-    except ConfigurationError:
-        return None, ""
-    segments = codec.segments(done[done.rindex(mark) + len(mark) :]) if mark in done else []
-    for i, segment in enumerate(segments):
-        if isinstance(segment, int):
-            return segment, codec.text_of(segments[i + 1 :])
-    return None, ""
-
-
 def ignores_tools(template: ChatTemplate) -> bool:
     """True where the prompt is the same with and without tools, or tools make the template fail."""
     try:
         return template.render([user("x")], [TOOL]) == template.render([user("x")])
     except ConfigurationError:
         return True
-
-
-def call_format(template: ChatTemplate) -> CallFormat | None:
-    """The format in which this template writes calls, by reading back one that it rendered."""
-    want = {"word": "a <b> & 'c' \"d\" é漢"}
-    message = assistant(calls=1)
-    message["tool_calls"][0]["function"]["arguments"] = want
-    try:
-        text = template.render([user("x"), message, tool("y")], [TOOL])
-    except ConfigurationError:
-        return None
-    for form in FORMATS:
-        start = text.rfind(form.opening)
-        if start >= 0:
-            call = form.read(text, start)
-            if call.error is None and call.name == "probe_tool" and call.arguments == want:
-                return form
-    return None
-
-
-def generation_text(template: ChatTemplate) -> str:
-    """What the template appends for the assistant to go on from; "" where it cannot be told apart."""
-    try:
-        text, bare = template.render([user("x")]), template.render([user("x")], generate=False)
-    except ConfigurationError:
-        return ""
-    return text[len(bare) :] if text.startswith(bare) else ""
-
-
-def same_prompts(one: ChatTemplate, other: ChatTemplate, *, with_tools: bool) -> bool:
-    """True where both templates write the same first prompts and the same text after a tool call."""
-    system: Message = {"role": "system", "content": "Be brief."}
-    first = [[user("Hi.")], [system, user("Hi.")]]
-    called = [user("Hi."), assistant(calls=1), tool("found")]
-    schema = json.loads(json.dumps(TOOL).replace("probe_tool", "second"))
-    try:
-        for tools in (None, [TOOL], [TOOL, schema]) if with_tools else (None,):
-            if any(one.render(m, tools) != other.render(m, tools) for m in first):
-                return False
-        return not with_tools or one.render(called, [TOOL]) == other.render(called, [TOOL])
-    except ConfigurationError:
-        return False

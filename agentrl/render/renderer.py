@@ -9,24 +9,30 @@ from typing import Any
 from agentrl.errors import ConfigurationError
 from agentrl.render import probe
 from agentrl.render.bridge import Bridge
-from agentrl.render.calls import CallFormat, read_turn
+from agentrl.render.choose import Choice, Verdict, choose
 from agentrl.render.codec import Codec, Segment
-from agentrl.render.probe import FORMATS, Verdict
-from agentrl.render.template import ChatTemplate, Tools, shipped
-from agentrl.types import Drift, Message, ParsedTurn, Prompt
+from agentrl.render.drift import drift_between
+from agentrl.render.formats import THINKS, Schemas, Tagged, TurnFormat
+from agentrl.render.learn import Behaviour
+from agentrl.render.messages import check_order
+from agentrl.render.probe import Style
+from agentrl.render.template import ChatTemplate, Tools
+from agentrl.types import Message, ParsedTurn, Prompt
 
-_MARKERS = frozenset[str]().union(*(form.markers for form in FORMATS))
-_HEADS = 1024
+_CACHED = 1024
 
 
 class Renderer:
     """Writes prompts for one tokenizer and template, and reads the turns sampled from them.
 
-    `chat_template`: None takes the tokenizer's own template if its prompts continue what is held, else a training
-    template of ours that writes the same prompts; "original" takes the tokenizer's own in any case; other text is a
-    template. `chat_template_kwargs` are variables for it. `verdict` says what was chosen and why.
+    `chat_template`: None takes the tokenizer's own template if its prompts continue what is held and it can write
+    tools, else a training template of ours that writes the same prompts; "original" takes the tokenizer's own in any
+    case; other text is a template. `chat_template_kwargs` are variables for it. `verdict` says what was chosen and why.
 
     Text of users and tools never becomes control tokens, whatever it spells.
+
+    Raises:
+        ConfigurationError: The template does not parse; or `with_tools` and it cannot write tools or calls.
     """
 
     def __init__(
@@ -39,89 +45,95 @@ class Renderer:
     ) -> None:
         self._codec = Codec(tokenizer)
         self._latest: tuple[list[Message], Tools, list[int]] | None = None  # the last first prompt
-        self._tokenizer = tokenizer
-        self._kwargs = dict(chat_template_kwargs or {})
-        self._with_tools = with_tools
+        self._model = str(getattr(tokenizer, "name_or_path", "") or "")
+        kwargs = dict(chat_template_kwargs or {})
+        choice, self.original_template = choose(tokenizer, self._codec, kwargs, chat_template, with_tools=with_tools)
+        self._choice = choice
+        self.verdict = choice.verdict if choice else Verdict(False, "the tokenizer has no chat template", "none")
         self._asked = chat_template is not None
-        self.original_template: str | None = _own_template(tokenizer, with_tools)
-        self._template, self.verdict = self._choose(chat_template)
-        self._eot: int | None = None
-        self._format: CallFormat | None = None
-        self._style = probe.Style.PLAIN
-        self._bridge: Bridge | None = None
-        self._reads_tools = False
+        if with_tools:
+            self._check_tools(choice)
+        self._bridge = None
+        if choice is not None and choice.verdict.preserving:
+            self._bridge = Bridge(choice.template, self._codec, choice.behaviour)
         self._heads: dict[tuple[str, str | None], tuple[list[int], str]] = {}
-        if self._template is not None:
-            self._learn(self._template)
+        self._faults: dict[str, str | None] = {}  # per set of tools: why its prompts cannot be bridged
+        self._schemas: tuple[Tools, Schemas] = (None, {})
         eos = getattr(tokenizer, "eos_token_id", None)
-        self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(i for i in (self._eot, eos) if i is not None))
-        visible = _MARKERS | {"<think>", "</think>"} | self._codec.tags
+        ends = sorted(choice.behaviour.ends) if choice else []
+        self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(i for i in (*ends, eos) if i is not None))
+        visible = self._codec.tags | (choice.behaviour.form.markers if choice else frozenset())
         self._hidden_ids = self._codec.control_ids - {self._codec.control.get(token) for token in visible}
+        self._hidden_ids |= frozenset(ends)
 
     # --- construction ------------------------------------------------------------------
-    def _compile(self, text: str) -> ChatTemplate:
-        return ChatTemplate(text, self._codec, self._tokenizer, self._kwargs, _MARKERS)
+    def _check_tools(self, choice: Choice | None) -> None:
+        who = f"The chat template of {self._model}" if self._model else "The tokenizer's chat template"
+        if self._asked and self.verdict.template == "custom":
+            who = "The given chat_template"
+        ask = (
+            "Pass a chat_template that writes tools, and calls as "
+            '<tool_call>{"name": ..., "arguments": {...}}</tool_call>.'
+        )
+        if choice is None:
+            raise ConfigurationError(f"{who} is missing, and conversations with tools need one. {ask}")
+        if not choice.behaviour.calls:
+            if choice.behaviour.refusal:
+                raise ConfigurationError(f"{who} cannot be used: {choice.behaviour.refusal}. {ask}")
+            raise ConfigurationError(f"{who} writes tool calls in no form that agentrl can read. {ask}")
+        if not choice.behaviour.reads_tools and not self._asked:
+            raise ConfigurationError(f"{who} leaves tools out of the prompt. {ask}")
 
-    def _judge(self, template: ChatTemplate) -> str | None:
-        """None where prompts of this template may be bridged, else why not."""
-        style = probe.style_of(probe.generation_text(template))
-        fault = probe.rewriting(template, with_tools=self._with_tools, style=style)
-        if fault is None and probe.end_of_turn(template, self._codec, style)[0] is None:
-            return "it writes no end-of-turn token after an assistant turn"
-        return fault
-
-    def _choose(self, asked: str | None) -> tuple[ChatTemplate | None, Verdict]:
-        speaks_chatml = {"<|im_start|>", "<|im_end|>"} <= self._codec.control.keys()
-        if asked is not None and asked != "original":
-            template = self._compile(asked)
-            fault = self._judge(template)
-            return template, Verdict(fault is None, fault or "it continues what is held", "custom")
-        if self.original_template is None:
-            if not speaks_chatml:
-                return None, Verdict(False, "the tokenizer has no chat template and no ChatML tokens", "none")
-            return self._compile(shipped("chatml")), Verdict(True, "the tokenizer has no chat template", "chatml")
-        own = self._compile(self.original_template)
-        if asked is None and self._with_tools and speaks_chatml and probe.ignores_tools(own):
-            why = "the tokenizer's own template does not write tools"
-            return self._compile(shipped("chatml")), Verdict(True, why, "chatml")
-        fault = self._judge(own)
-        if fault is None or asked == "original":
-            return own, Verdict(fault is None, fault or "it continues what is held", "original")
-        for name in ("qwen3", "chatml"):
-            ours = self._compile(shipped(name))
-            if probe.same_prompts(own, ours, with_tools=self._with_tools) and self._judge(ours) is None:
-                return ours, Verdict(True, f"the tokenizer's own template was replaced: {fault}", name)
-        return own, Verdict(False, fault, "original")
-
-    def _learn(self, template: ChatTemplate) -> None:
-        style = self._style = probe.style_of(probe.generation_text(template))
-        self._eot, border = probe.end_of_turn(template, self._codec, style)
-        self._format = probe.call_format(template)
-        self._reads_tools = not probe.ignores_tools(template)
-        if self.verdict.preserving:
-            self._bridge = Bridge(template, self._codec, border, style)
-
-    def _ready(self, tools: Tools) -> ChatTemplate:
-        if self._template is None:
+    def _ready(self) -> tuple[ChatTemplate, Behaviour]:
+        if self._choice is None:
             raise ConfigurationError(
                 "The tokenizer has no chat template, and conversations and tools need one. Set tokenizer.chat_template "
                 "or pass chat_template, or use plain string prompts without tools."
             )
-        if tools and (self._format is None or not (self._reads_tools or self._asked)):
-            fault = (
-                "leaves tools out of the prompt" if self._format else "writes tool calls in a form unknown to agentrl"
-            )
-            raise ConfigurationError(
-                f"The tokenizer's chat template {fault}. Pass a chat_template that writes tools, and calls as "
-                '<tool_call>{"name": ..., "arguments": {...}}</tool_call>.'
-            )
-        return self._template
+        return self._choice.template, self._choice.behaviour
+
+    def describe(self) -> dict[str, str | None]:
+        """What was learned about the template: "calls" (the format of calls), "thinking" (the tag that opens
+        reasoning), "generation" (the generation prompt); None where it has none."""
+        if self._choice is None:
+            return {"calls": None, "thinking": None, "generation": None}
+        like = self._choice.behaviour
+        return {
+            "calls": like.form.name if like.calls else None,
+            "thinking": like.think.open if like.thinks else None,
+            "generation": like.generation or None,
+        }
+
+    def write_turn(self, message: Message, tools: Tools = None) -> str | None:
+        """The text of an assistant turn as the template writes it, the end of the turn included: what a policy would
+        have to sample for `parse` to read `message`. None where the template does not write turns after its own
+        generation prompt."""
+        template, like = self._ready()
+        names = [call["function"]["name"] for call in message.get("tool_calls") or ()]
+        after = [probe.tool("found", i) | {"name": name} for i, name in enumerate(names)] or [probe.user("y")]
+        try:
+            prompt = template.render([probe.user("x")], tools)
+            whole = template.render([probe.user("x"), message, *after], tools)
+        except ConfigurationError:
+            return None
+        if not whole.startswith(prompt):
+            return None
+        for at, name in self._codec.controls(whole, len(prompt)):
+            if name not in like.form.markers:
+                segments = self._codec.segments(whole[len(prompt) : at])
+                return self._codec.text_of([*segments, self._codec.control[name]])
+        return None
 
     # --- prompts -----------------------------------------------------------------------
     def first(self, messages: Sequence[Message], tools: Tools) -> list[int]:
-        """Ids of a first prompt, generation prompt included, with exactly one BOS where the tokenizer uses one."""
-        template = self._ready(tools)
+        """Ids of a first prompt, generation prompt included, with exactly one BOS where the tokenizer uses one.
+
+        Raises:
+            ConfigurationError: A tool result without a call before it, or the template refuses the messages.
+        """
+        template, like = self._ready()
         if self._latest is None or self._latest[:2] != (messages, tools):  # a group's members begin alike, one by one
+            check_order(messages, lambda text: bool(like.form.read(text, {}, opened=False, start=0).calls))
             ids = self._with_bos(self._codec.encode(template.render(messages, tools)))
             self._latest = (copy.deepcopy(list(messages)), tools, ids)
         return list(self._latest[2])
@@ -141,39 +153,52 @@ class Renderer:
     def next(self, held_ids: list[int], messages: Sequence[Message], new_from: int, tools: Tools) -> Prompt:
         """The prompt after a sampled turn. `held_ids` are its prompt and what was sampled; ``messages[new_from:]`` came
         after it, and ``messages[new_from - 1]`` is the turn. Without drift the ids start with `held_ids`."""
-        template = self._ready(tools)
+        template, _ = self._ready()
         turn = messages[new_from - 1] if new_from > 0 else {}
         if turn.get("role") != "assistant":
             raise ValueError(f"messages[{new_from - 1}] must be the assistant turn that was sampled last.")
-        if self._bridge is not None and self._eot is not None:
-            if not self._same_tools(held_ids, messages, tools, template):
-                return self._whole(held_ids, messages, tools, template, "the tools of this conversation changed")
+        if self._bridge is None:
+            return self._whole(held_ids, messages, tools, template, None)
+        fault = self._fault(tools, template)
+        if fault is None and not self._same_tools(held_ids, messages, tools, template):
+            fault = "the tools of this conversation changed"
+        if fault is None:
             suffix = self._bridge.ids(turn, messages[new_from:], tools)
             if suffix is not None:
                 # A turn that was cut, or stopped by another token, lacks the template's end; appended here, it is no
                 # sampled token and is not trained.
-                border = [] if held_ids and held_ids[-1] == self._eot else [self._eot]
-                return Prompt([*held_ids, *border, *suffix])
-        return self._whole(held_ids, messages, tools, template, None)
+                at = 1 if held_ids and held_ids[-1] == suffix[0] else 0
+                return Prompt([*held_ids, *(suffix[at:] if at else suffix)])
+        return self._whole(held_ids, messages, tools, template, fault)
+
+    def _fault(self, tools: Tools, template: ChatTemplate) -> str | None:
+        """None where prompts with these very tools continue what is held; the verdict was found with other ones."""
+        key = template.tools_key(tools)
+        if key not in self._faults:
+            if len(self._faults) >= _CACHED:
+                self._faults.clear()
+            _, like = self._ready()
+            found = probe.rewriting(template, tools or None, like.style, several=like.several)
+            self._faults[key] = found and f"with these tools the chat template rewrites history ({found})"
+        return self._faults[key]
 
     def _same_tools(self, held: list[int], messages: Sequence[Message], tools: Tools, template: ChatTemplate) -> bool:
         """True where the held prompt begins as a prompt with these tools does."""
-        if not self._reads_tools:
+        if not self._ready()[1].reads_tools:
             return True
-        lead = messages[0] if messages[0]["role"] == "system" else None
+        lead = messages[0] if messages[0]["role"] in ("system", "developer") else None
         content = None if lead is None else lead.get("content")
         key = (template.tools_key(tools), content if content is None or isinstance(content, str) else repr(content))
         known = self._heads.get(key)
         if known is None:
-            if len(self._heads) >= _HEADS:
+            if len(self._heads) >= _CACHED:
                 self._heads.clear()
             known = self._heads[key] = self._head([lead] if lead else [], tools, template)
         head, tail = known
         if held[: len(head)] != head:
             return False
-        if tools or messages[0 if lead is None else 1]["role"] != "user":
+        if not tail or messages[0 if lead is None else 1]["role"] != "user":
             return True
-        # Without tools the head may be one token that every prompt begins with, so the words after it count too.
         return self._codec.decode(held[len(head) : len(head) + len(tail)]).startswith(tail)
 
     def _head(self, lead: list[Message], tools: Tools, template: ChatTemplate) -> tuple[list[int], str]:
@@ -182,9 +207,13 @@ class Renderer:
         text = template.render([*lead, probe.user(mark)], tools)
         segments = self._codec.segments(text[: text.index(mark)]) if mark in text else []
         tail = ""
-        # What follows the last control token is encoded together with the user's text.
+        # What follows the last control token is encoded together with the user's text. It matters where the tools, or
+        # the lack of them, are told by it: without tools all before it may be one token that every prompt begins with.
         if segments and isinstance(segments[-1], str):
             tail = str(segments.pop())
+            bare = self._codec.segments(template.render([*lead, probe.user(mark)])) if tools else []
+            if tools and bare[: len(segments)] != segments:
+                tail = ""
         return self._with_bos(self._codec.encode_segments(segments)), tail
 
     def _whole(
@@ -200,9 +229,7 @@ class Renderer:
         if rest is not None:
             return Prompt([*held, *self._codec.encode_segments(rest)])
         ids = self._with_bos(self._codec.encode_segments(segments))
-        at = next((i for i, (a, b) in enumerate(zip(held, ids, strict=False)) if a != b), min(len(held), len(ids)))
-        shown = f"held {self.decode(held[at : at + 8])!r}, the template writes {self.decode(ids[at : at + 8])!r}"
-        return Prompt(ids, Drift(at, f"{why or self._why_rewritten()}: {shown}"))
+        return Prompt(ids, drift_between(held, ids, why or self._why_rewritten(), self.decode))
 
     def _why_rewritten(self) -> str:
         if self.verdict.preserving:
@@ -212,13 +239,22 @@ class Renderer:
     # --- turns -------------------------------------------------------------------------
     def parse(self, output_ids: list[int], tools: Tools, *, start: int = 0) -> ParsedTurn:
         """The turn that sampled ids say. Calls are named ``call_<n>`` from `start`; without tools nothing is a call."""
-        form = self._format if tools else None
-        thinking = self._style is probe.Style.OPEN
-        turn = read_turn(self.plain_text(output_ids), form, thinking=thinking, start=start)
+        form: TurnFormat = self._choice.behaviour.form if self._choice else Tagged(THINKS[0], None)
+        style = self._choice.behaviour.style if self._choice else Style.PLAIN
+        opened = style is Style.OPEN
+        turn = form.read(self.plain_text(output_ids), self._names(tools), opened=opened, start=start)
         # The prompt closed an empty think block: the turn says so, so that it renders the same.
-        if self._style is probe.Style.EMPTY and "reasoning_content" not in turn.message:
+        if style is Style.EMPTY and "reasoning_content" not in turn.message:
             turn.message["reasoning_content"] = ""
         return turn
+
+    def _names(self, tools: Tools) -> Schemas | None:
+        if not tools:
+            return None
+        if self._schemas[0] is not tools:
+            functions = [tool.get("function", tool) for tool in tools]
+            self._schemas = (tools, {f["name"]: f.get("parameters") or {} for f in functions})
+        return self._schemas[1]
 
     def plain_text(self, ids: list[int]) -> str:
         """The text of ids without special tokens; think tags, call tags and added tokens that are not special stay."""
@@ -233,13 +269,6 @@ class Renderer:
     def max_token_chars(self) -> int:
         """A text of n characters has at least n / max_token_chars() tokens; sys.maxsize where that cannot be known."""
         return self._codec.longest_token
-
-
-def _own_template(tokenizer: Any, with_tools: bool) -> str | None:
-    own = getattr(tokenizer, "chat_template", None)
-    if isinstance(own, dict):
-        own = (own.get("tool_use") if with_tools else None) or own.get("default")
-    return own or None
 
 
 def _after(segments: list[Segment], at: int, codec: Codec) -> list[Segment] | None:

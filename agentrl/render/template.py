@@ -7,35 +7,50 @@ from importlib import resources
 from typing import Any
 
 from agentrl.errors import ConfigurationError
-from agentrl.render.calls import THINK_CLOSE, THINK_OPEN
 from agentrl.render.codec import Codec
 from agentrl.render.jinja_env import compile_template
-from agentrl.render.messages import guard_json, prepare
+from agentrl.render.messages import Shape, guard_json, prepare, without_nulls
 from agentrl.types import Message
 
 Tools = Sequence[dict[str, Any]] | None
 
 _TOOL_SETS = 256
 _SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+_OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt", "before", "rest", "own", "generation"})
 
 
 def shipped(name: str) -> str:
-    """The text of one of our templates: "qwen3" or "chatml"."""
+    """The text of one of our templates, such as "qwen3" or "chatml"."""
     return resources.files("agentrl.render").joinpath("templates", f"{name}.jinja").read_text(encoding="utf-8")
 
 
 class ChatTemplate:
     """One template text with its variables fixed: renders conversations to text in which only the template's own
-    markers can be control tokens (see `Codec.guard`)."""
+    markers can be control tokens (see `Codec.guard`).
+
+    `own` is the tokenizer's original template, for templates of ours that build on it: they get the messages `before`
+    the first assistant message, the `rest`, ``own(messages, tools)`` (the original's text without its generation
+    prompt), and that prompt as `generation`.
+    """
 
     def __init__(
-        self, text: str, codec: Codec, tokenizer: Any, kwargs: dict[str, Any], markers: frozenset[str]
+        self,
+        text: str,
+        codec: Codec,
+        tokenizer: Any,
+        kwargs: dict[str, Any],
+        *,
+        shape: Shape | None = None,
+        own: ChatTemplate | None = None,
+        generation: str = "",
     ) -> None:
         self.text = text
+        self.shape = shape or Shape()
+        self.trusted: frozenset[str] = codec.tags  # the markers of its format are added once that is known
         self._render = compile_template(text)
         self._codec = codec
-        self._trusted = markers | {THINK_OPEN, THINK_CLOSE} | codec.tags
-        taken = {"messages", "tools", "documents", "add_generation_prompt"} & kwargs.keys()
+        self._own, self._generation = own, generation
+        taken = _OURS & kwargs.keys()
         if taken:
             raise ConfigurationError(f"chat_template_kwargs cannot hold {sorted(taken)}: agentrl sets them itself.")
         special = {name: getattr(tokenizer, name, None) for name in _SPECIAL_NAMES}
@@ -51,7 +66,7 @@ class ChatTemplate:
         if entry is None:
             if len(self._tools) >= _TOOL_SETS:
                 self._tools.clear()
-            guarded: list[dict[str, Any]] = guard_json(list(tools), self._codec)
+            guarded: list[dict[str, Any]] = guard_json(without_nulls(list(tools)), self._codec)
             # The first element keeps the schemas alive, so that their ids name nothing else.
             entry = self._tools[ids] = (list(tools), guarded, repr(guarded))
         return entry[1], entry[2]
@@ -62,18 +77,37 @@ class ChatTemplate:
         return entry[1] if entry else ""
 
     def render(self, messages: Sequence[Message], tools: Tools = None, *, generate: bool = True) -> str:
-        """The guarded text of a conversation, with the generation prompt where `generate` is set."""
-        prepared = [prepare(message, self._codec, self._trusted) for message in messages]
+        """The guarded text of a conversation, with the generation prompt where `generate` is set.
+
+        Raises:
+            ConfigurationError: The template refuses or cannot write the conversation.
+        """
+        prepared = [prepare(message, self._codec, self.trusted, self.shape) for message in messages]
         entry = self._tool_set(tools)
+        return self._write(prepared, entry[0] if entry else None, generate)
+
+    def _write(self, prepared: list[Message], tools: list[dict[str, Any]] | None, generate: bool) -> str:
+        variables: dict[str, Any] = self._variables
+        if self._own is not None:
+            first = next((i for i, m in enumerate(prepared) if m["role"] == "assistant"), len(prepared))
+            variables = variables | {
+                "before": prepared[:first],
+                "rest": prepared[first:],
+                "own": self._write_own,
+                "generation": self._generation,
+            }
         try:
             return self._render(
-                messages=prepared,
-                tools=entry[0] if entry else None,
-                documents=None,
-                add_generation_prompt=generate,
-                **self._variables,
+                messages=prepared, tools=tools, documents=None, add_generation_prompt=generate, **variables
             )
         except ConfigurationError:
             raise
         except Exception as e:
             raise ConfigurationError(f"The chat template cannot write this conversation: {e}") from e
+
+    def _write_own(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> str:
+        assert self._own is not None
+        text = self._own._write(messages, tools or None, True)
+        if not text.endswith(self._generation):
+            raise ConfigurationError("the tokenizer's own template ends this prompt in another way")
+        return text[: len(text) - len(self._generation)]

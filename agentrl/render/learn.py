@@ -1,0 +1,217 @@
+"""What a template is like, learned by rendering with it: its turn format, the end of a turn, the shape it wants."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from agentrl.errors import ConfigurationError
+from agentrl.render import probe
+from agentrl.render.codec import Codec
+from agentrl.render.formats import CALLS, THINKS, TURNS, Schemas, Tagged, Think, TurnFormat
+from agentrl.render.probe import MARK, TOOL, Style, assistant, tool, user
+from agentrl.render.template import ChatTemplate, Tools
+from agentrl.types import Message
+
+_THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
+_RICH: dict[str, Any] = {"word": "a <b> & 'c' \"d\" é漢", "count": 3, "exact": True, "places": ["x", "y"]}
+_PLAIN: dict[str, Any] = {"word": "cave", "count": 3}
+_SCHEMAS: Schemas = {"probe_tool": TOOL["function"]["parameters"]}
+
+
+@dataclass(frozen=True, slots=True)
+class Behaviour:
+    """How one template writes turns."""
+
+    generation: str  # the generation prompt
+    think: Think
+    thinks: bool  # the template knows reasoning: it writes some, or its generation prompt does
+    style: Style
+    form: TurnFormat
+    calls: bool  # calls can be written and read back
+    several: bool  # more than one call in a turn
+    reads_tools: bool  # tools change the prompt
+    ends: frozenset[int]  # ids that end a turn: an end-of-turn token, or the tag of the next role
+    refusal: str | None = None  # why not even a short conversation with tools can be written
+
+
+def learn(template: ChatTemplate, codec: Codec) -> Behaviour:
+    """What `template` is like; its shape and trusted markers are set on the way."""
+    generation = generation_text(template, codec)
+    think, writes_thoughts = _learn_thinking(template, generation)
+    form, calls = _learn_calls(template, think, generation)
+    template.trusted = template.trusted | form.markers
+    style = probe.style_of(generation, think)
+    found = [_end_id(template, codec, form, style, after) for after in (None, user("y"))]
+    several = False
+    if calls:
+        found += [_end_id(template, codec, form, style, after, calls=1) for after in (None, tool("y"))]
+        several = _writes_several(template, form)
+    return Behaviour(
+        generation=generation,
+        think=think,
+        thinks=writes_thoughts or style is not Style.PLAIN,
+        style=style,
+        form=form,
+        calls=calls,
+        several=several,
+        reads_tools=not probe.ignores_tools(template),
+        ends=frozenset(i for i in found if i is not None),
+        refusal=None if calls else _refusal(template),
+    )
+
+
+def _refusal(template: ChatTemplate) -> str | None:
+    for messages, tools in (([user("x")], None), ([user("x")], [TOOL])):
+        try:
+            template.render(messages, tools)
+        except ConfigurationError as e:
+            return str(e).removeprefix("The chat template cannot write this conversation: ").rstrip(".")
+    return None
+
+
+def generation_text(template: ChatTemplate, codec: Codec) -> str:
+    """What the template appends for the assistant to go on from; "" where it cannot be told apart."""
+    try:
+        text, bare = template.render([user("x")]), template.render([user("x")], generate=False)
+    except ConfigurationError:
+        return ""
+    if text.startswith(bare):
+        return text[len(bare) :]
+    # Some write another ending instead (Phi-3: the EOS token): what follows the last whole control token in common.
+    both, other = codec.segments(text), codec.segments(bare)
+    same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(both, other, strict=False)))
+    left, right = both[same:], other[same:]
+    if left and right and isinstance(left[0], str) and isinstance(right[0], str) and left[0].startswith(right[0]):
+        left[0] = left[0][len(right[0]) :]
+    elif left and not (isinstance(left[0], int) and all(isinstance(s, int) for s in right)):
+        return ""
+    return codec.text_of(left)
+
+
+def _learn_thinking(template: ChatTemplate, generation: str) -> tuple[Think, bool]:
+    """The tags around reasoning, and whether the template writes reasoning at all; sets the key it reads it from."""
+    for key in _THOUGHT_KEYS:
+        template.shape = replace(template.shape, thought=key)
+        try:
+            text = template.render([user("x"), assistant("Yes.", reasoning=MARK)], generate=False)
+        except ConfigurationError:
+            continue
+        at = text.find(MARK)
+        for think in THINKS:
+            if at >= 0 and think.open.strip() in text[:at] and think.close.strip() in text[at:]:
+                return think, True
+        if at >= 0:
+            return THINKS[0], True  # in a format of the whole turn
+    template.shape = replace(template.shape, thought=_THOUGHT_KEYS[0])
+    return next((think for think in THINKS if think.open.strip() in generation), THINKS[0]), False
+
+
+def _learn_calls(template: ChatTemplate, think: Think, generation: str) -> tuple[TurnFormat, bool]:
+    """The format in which a rendered call can be read back, and whether there is one; sets the shape it needs.
+
+    A wrong shape is seen by the reading: arguments that come out as text, twice encoded, or not at all.
+    """
+    thought = Style.OPEN.value if probe.style_of(generation, think) is Style.OPEN else None
+    started = template.shape
+    for arguments in (_RICH, _PLAIN):  # some families cannot write quotes in strings, but can read what models write
+        turn = assistant(calls=1, reasoning=thought, arguments=arguments)
+        for json_arguments, no_content in itertools.product((False, True), repeat=2):
+            template.shape = replace(started, json_arguments=json_arguments, no_content=no_content)
+            for form in (*TURNS, *(Tagged(think, calls) for calls in CALLS)):
+                if _reads_back(template, form, turn, arguments):
+                    return form, True
+    template.shape = started
+    return next((form for form in TURNS if _says_it(template, form)), Tagged(think, None)), False
+
+
+def _turn_text(template: ChatTemplate, messages: list[Message], tools: Tools) -> str | None:
+    """The text of the last turn of `messages`, from the end of its prompt; None where that cannot be told."""
+    try:
+        prompt, text = template.render(messages[:-1], tools), template.render(messages, tools, generate=False)
+    except ConfigurationError:
+        return None
+    if text.startswith(prompt):
+        return text[len(prompt) :]
+    # The generation prompt may differ from the beginning of a written turn (a think block that is not written back).
+    at = text.find(MARK)
+    return text[at + len(MARK) :] if at >= 0 else None
+
+
+def _reads_back(template: ChatTemplate, form: TurnFormat, turn: Message, arguments: dict[str, Any]) -> bool:
+    text = _turn_text(template, [user(MARK), turn], [TOOL])
+    if text is None:
+        return False
+    thought = "reasoning_content" in turn and turn["reasoning_content"] in text
+    read = form.read(text, _SCHEMAS, opened=thought and _opened(form, text), start=0)
+    return [(c.name, c.arguments, c.error) for c in read.calls] == [("probe_tool", arguments, None)]
+
+
+def _opened(form: TurnFormat, text: str) -> bool:
+    return isinstance(form, Tagged) and form.think.open.strip() not in text
+
+
+def _says_it(template: ChatTemplate, form: TurnFormat) -> bool:
+    """True where a whole-turn format finds exactly the words of an answer."""
+    text = _turn_text(template, [user(MARK), assistant("Yes, it is.")], None)
+    if text is None or not any(marker in text for marker in form.markers):
+        return False
+    return form.read(text, None, opened=False, start=0).message["content"] == "Yes, it is."
+
+
+def _writes_several(template: ChatTemplate, form: TurnFormat) -> bool:
+    text = _turn_text(template, [user(MARK), assistant(calls=2)], [TOOL])
+    if text is None:
+        return False
+    read = form.read(text, _SCHEMAS, opened=False, start=0)
+    return [c.arguments for c in read.calls if c.error is None] == [{"word": "w0"}, {"word": "w1"}]
+
+
+def marked_turn(*, calls: int = 0, reasoning: str | None = None) -> Message:
+    """An assistant message whose last words are the mark."""
+    turn = assistant("" if calls else MARK, calls=calls, reasoning=reasoning)
+    if calls:
+        turn["tool_calls"][-1]["function"]["arguments"] = {"word": MARK}
+    return turn
+
+
+def ending(text: str, codec: Codec, form: TurnFormat) -> int | None:
+    """Where in `text` the turn of the last mark ends: at the first control token that is no part of the format."""
+    at = text.rfind(MARK)
+    if at < 0:
+        return None
+    return next((start for start, name in codec.controls(text, at + len(MARK)) if name not in form.markers), None)
+
+
+def _end_id(
+    template: ChatTemplate, codec: Codec, form: TurnFormat, style: Style, after: Message | None, *, calls: int = 0
+) -> int | None:
+    talk = [user("x"), marked_turn(calls=calls, reasoning=style.value), *([after] if after else [])]
+    try:
+        text = template.render(talk, [TOOL] if calls else None, generate=False)
+    except ConfigurationError:
+        return None
+    at = ending(text, codec, form)
+    return None if at is None else codec.control[next(codec.controls(text, at))[1]]
+
+
+def suffix(
+    template: ChatTemplate,
+    codec: Codec,
+    form: TurnFormat,
+    lead: Sequence[Message],
+    new: Sequence[Message],
+    tools: Tools,
+) -> str | None:
+    """What follows the body of the marked turn that ends `lead`: end of turn, new messages, generation prompt.
+
+    None where the template cannot write it, or writes no control token at the end of a turn.
+    """
+    try:
+        text = template.render([*lead, *new], tools)
+    except ConfigurationError:
+        return None
+    at = ending(text, codec, form)
+    return None if at is None else text[at:]
