@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from agentrl.errors import ConfigurationError
@@ -15,8 +15,25 @@ from agentrl.render.probe import TOOL, Style
 from agentrl.render.template import ChatTemplate, Tools, shipped
 from agentrl.types import Message
 
-FAMILIES = ("qwen3", "chatml")
+FAMILIES = (
+    "qwen3",
+    "qwen3_5",
+    "nemotron3",
+    "smollm3",
+    "lfm2",
+    "glm4moe",
+    "gptoss",
+    "deepseek",
+    "gemma4",
+    "llama3_1",
+    "qwen2_5_vl",
+    "chatml",
+    "hermes",
+    "hermes_user",
+)
 """Training templates of ours, in the order in which they are tried."""
+GENERIC = frozenset({"chatml", "hermes", "hermes_user"})
+"""Those that give tools to a template without them, in words that are nobody's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +62,7 @@ def choose(
 
     def make(text: str, **more: Any) -> tuple[ChatTemplate, Behaviour]:
         template = ChatTemplate(text, codec, tokenizer, kwargs, **more)
-        return template, learn(template, codec)
+        return template, learn(template, codec, tokenizer)
 
     if asked is not None and asked != "original":
         return _taken(*make(asked), "custom", with_tools), original
@@ -71,7 +88,8 @@ def choose(
 
 
 def _taken(template: ChatTemplate, like: Behaviour, name: str, with_tools: bool) -> Choice:
-    fault = judge(template, like, with_tools)
+    # Where only one call can be written, the others of a turn are refused as it is read: no reason to fork.
+    fault = judge(template, replace(like, several=True), with_tools, several=like.several)
     return Choice(template, like, Verdict(fault is None, fault or "it continues what is held", name))
 
 
@@ -90,14 +108,17 @@ def _lacks_tools(like: Behaviour) -> bool:
     return not (like.reads_tools and like.calls)
 
 
-def judge(template: ChatTemplate, like: Behaviour, with_tools: bool) -> str | None:
-    """None where prompts of this template may be bridged, with and without tools, else why not."""
+def judge(template: ChatTemplate, like: Behaviour, with_tools: bool, *, several: bool | None = None) -> str | None:
+    """None where prompts of this template may be bridged, with and without tools, else why not. `several`: whether
+    turns with more than one call are tried, by default where the template can write them."""
     for tools in (None, [TOOL]) if with_tools else (None,):
         if tools and not like.calls:
             continue  # it cannot write calls: nothing to check, and tools are refused
-        fault = probe.rewriting(template, tools, like.style, several=like.several)
+        fault = probe.rewriting(template, tools, like.style, several=like.several if several is None else several)
         if fault is not None:
             return fault
+    if with_tools and like.calls and not like.several:
+        return "it cannot write several calls in one turn"
     return None if like.ends else "it writes no end-of-turn token after an assistant turn"
 
 
@@ -114,8 +135,8 @@ def _family(
             template, behaviour = make(shipped(name), own=own, generation=like.generation)
         except ConfigurationError:
             continue  # it cannot even begin with this tokenizer
-        if with_tools and _lacks_tools(behaviour):
-            continue
+        if with_tools and (_lacks_tools(behaviour) or not like.generation):
+            continue  # without a generation prompt nobody can tell whose turn it is
         if not same_prompts((own, like), (template, behaviour), codec, with_tools=with_tools):
             continue
         if judge(template, behaviour, with_tools) is None:
@@ -130,10 +151,9 @@ def same_prompts(
     (own, like), (ours, _) = one, other
     system: Message = {"role": "system", "content": "Be brief."}
     second = json.loads(json.dumps(TOOL).replace("probe_tool", "second"))
-    with_tools = with_tools and not _lacks_tools(like)
     try:
         own.render([probe.user("Hi.")])
-        for tools in (None, [TOOL], [TOOL, second]) if with_tools else (None,):
+        for tools in (None, [TOOL], [TOOL, second]) if with_tools and like.reads_tools else (None,):
             for messages in ([probe.user("Hi.")], [system, probe.user("Hi.")]):
                 if _text(own, messages, tools) not in (None, ours.render(messages, tools)):
                     return False
@@ -141,7 +161,7 @@ def same_prompts(
         return False
     compared = [
         (text, _suffix(other, codec, after, calls))
-        for after, calls in _FOLLOWERS[: 3 if with_tools else 1]
+        for after, calls in _FOLLOWERS[: 3 if with_tools and not _lacks_tools(like) else 1]
         if (text := _suffix(one, codec, after, calls)) is not None
     ]
     return bool(compared) and all(text == written for text, written in compared)

@@ -6,6 +6,7 @@ import datetime
 import functools
 import json
 from collections.abc import Callable
+from importlib import resources
 from typing import Any
 
 import jinja2
@@ -42,9 +43,20 @@ def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
+def _ours(name: str) -> str | None:
+    # What a template may import: the files beside ours, and nothing else of the machine.
+    if not name.removesuffix(".jinja").isidentifier():
+        return None
+    file = resources.files("agentrl.render").joinpath("templates", name)
+    return file.read_text(encoding="utf-8") if file.is_file() else None
+
+
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_GenerationTag, jinja2.ext.loopcontrols],
+        loader=jinja2.FunctionLoader(_ours),
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception

@@ -10,7 +10,7 @@ from typing import Any
 from agentrl.errors import ConfigurationError
 from agentrl.render import probe
 from agentrl.render.codec import Codec
-from agentrl.render.formats import CALLS, THINKS, TURNS, Schemas, Tagged, Think, TurnFormat
+from agentrl.render.formats import CALLS, THINKS, TURNS, Schemas, ShippedParser, Tagged, Think, TurnFormat
 from agentrl.render.probe import MARK, TOOL, Style, assistant, tool, user
 from agentrl.render.template import ChatTemplate, Tools
 from agentrl.types import Message
@@ -37,11 +37,12 @@ class Behaviour:
     refusal: str | None = None  # why not even a short conversation with tools can be written
 
 
-def learn(template: ChatTemplate, codec: Codec) -> Behaviour:
+def learn(template: ChatTemplate, codec: Codec, tokenizer: Any = None) -> Behaviour:
     """What `template` is like; its shape and trusted markers are set on the way."""
     generation = generation_text(template, codec)
-    think, writes_thoughts = _learn_thinking(template, generation)
-    form, calls = _learn_calls(template, think, generation)
+    think, writes_thoughts = _learn_thinking(template, codec, generation)
+    turns = (ShippedParser(tokenizer),) if getattr(tokenizer, "response_template", None) else ()
+    form, calls = _learn_calls(template, think, generation, turns)
     template.trusted = template.trusted | form.markers
     style = probe.style_of(generation, think)
     found = [_end_id(template, codec, form, style, after) for after in (None, user("y"))]
@@ -91,7 +92,7 @@ def generation_text(template: ChatTemplate, codec: Codec) -> str:
     return codec.text_of(left)
 
 
-def _learn_thinking(template: ChatTemplate, generation: str) -> tuple[Think, bool]:
+def _learn_thinking(template: ChatTemplate, codec: Codec, generation: str) -> tuple[Think, bool]:
     """The tags around reasoning, and whether the template writes reasoning at all; sets the key it reads it from."""
     for key in _THOUGHT_KEYS:
         template.shape = replace(template.shape, thought=key)
@@ -106,13 +107,18 @@ def _learn_thinking(template: ChatTemplate, generation: str) -> tuple[Think, boo
         if at >= 0:
             return THINKS[0], True  # in a format of the whole turn
     template.shape = replace(template.shape, thought=_THOUGHT_KEYS[0])
-    return next((think for think in THINKS if think.open.strip() in generation), THINKS[0]), False
+    said = (think for think in THINKS if think.open.strip() in generation)
+    known = (think for think in THINKS if any(think.open.startswith(token) for token in codec.control))
+    return next(itertools.chain(said, known), THINKS[0]), False
 
 
-def _learn_calls(template: ChatTemplate, think: Think, generation: str) -> tuple[TurnFormat, bool]:
+def _learn_calls(
+    template: ChatTemplate, think: Think, generation: str, more: tuple[TurnFormat, ...]
+) -> tuple[TurnFormat, bool]:
     """The format in which a rendered call can be read back, and whether there is one; sets the shape it needs.
 
-    A wrong shape is seen by the reading: arguments that come out as text, twice encoded, or not at all.
+    `more` are tried last. A wrong shape is seen by the reading: arguments that come out as text, twice encoded, or not
+    at all.
     """
     thought = Style.OPEN.value if probe.style_of(generation, think) is Style.OPEN else None
     started = template.shape
@@ -120,7 +126,7 @@ def _learn_calls(template: ChatTemplate, think: Think, generation: str) -> tuple
         turn = assistant(calls=1, reasoning=thought, arguments=arguments)
         for json_arguments, no_content in itertools.product((False, True), repeat=2):
             template.shape = replace(started, json_arguments=json_arguments, no_content=no_content)
-            for form in (*TURNS, *(Tagged(think, calls) for calls in CALLS)):
+            for form in (*TURNS, *(Tagged(think, calls) for calls in CALLS), *more):
                 if _reads_back(template, form, turn, arguments):
                     return form, True
     template.shape = started

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from agentrl.errors import ConfigurationError
 from agentrl.render import probe
 from agentrl.render.bridge import Bridge
-from agentrl.render.choose import Choice, Verdict, choose
+from agentrl.render.choose import GENERIC, Choice, Verdict, choose
 from agentrl.render.codec import Codec, Segment
 from agentrl.render.drift import drift_between
 from agentrl.render.formats import THINKS, Schemas, Tagged, TurnFormat
@@ -19,6 +21,7 @@ from agentrl.render.probe import Style
 from agentrl.render.template import ChatTemplate, Tools
 from agentrl.types import Message, ParsedTurn, Prompt
 
+log = logging.getLogger(__name__)
 _CACHED = 1024
 
 
@@ -83,6 +86,12 @@ class Renderer:
             raise ConfigurationError(f"{who} writes tool calls in no form that agentrl can read. {ask}")
         if not choice.behaviour.reads_tools and not self._asked:
             raise ConfigurationError(f"{who} leaves tools out of the prompt. {ask}")
+        if choice.verdict.template in GENERIC:
+            log.warning(
+                "%s does not write tools: agentrl describes them in the system message and reads calls as "
+                '<tool_call>{"name": ..., "arguments": {...}}</tool_call>. Pass a chat_template for another form.',
+                who,
+            )
 
     def _ready(self) -> tuple[ChatTemplate, Behaviour]:
         if self._choice is None:
@@ -100,7 +109,7 @@ class Renderer:
         like = self._choice.behaviour
         return {
             "calls": like.form.name if like.calls else None,
-            "thinking": like.think.open if like.thinks else None,
+            "thinking": (like.think.open if isinstance(like.form, Tagged) else like.form.name) if like.thinks else None,
             "generation": like.generation or None,
         }
 
@@ -243,6 +252,8 @@ class Renderer:
         style = self._choice.behaviour.style if self._choice else Style.PLAIN
         opened = style is Style.OPEN
         turn = form.read(self.plain_text(output_ids), self._names(tools), opened=opened, start=start)
+        if self._choice is not None and self._choice.behaviour.calls and not self._choice.behaviour.several:
+            turn = _first_call_only(turn)
         # The prompt closed an empty think block: the turn says so, so that it renders the same.
         if style is Style.EMPTY and "reasoning_content" not in turn.message:
             turn.message["reasoning_content"] = ""
@@ -269,6 +280,16 @@ class Renderer:
     def max_token_chars(self) -> int:
         """A text of n characters has at least n / max_token_chars() tokens; sys.maxsize where that cannot be known."""
         return self._codec.longest_token
+
+
+def _first_call_only(turn: ParsedTurn) -> ParsedTurn:
+    """The turn with every good call after the first refused: its template cannot write them."""
+    good = [call for call in turn.calls if call.error is None]
+    if len(good) < 2:
+        return turn
+    why = "This tool call was not run: only one call per turn is possible here. Call it in your next turn."
+    calls = tuple(replace(c, error=why) if c.error is None and c is not good[0] else c for c in turn.calls)
+    return ParsedTurn(turn.message | {"tool_calls": turn.message["tool_calls"][:1]}, calls)
 
 
 def _after(segments: list[Segment], at: int, codec: Codec) -> list[Segment] | None:
