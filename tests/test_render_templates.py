@@ -143,7 +143,7 @@ PLAIN = (
 def test_a_template_that_marks_the_last_turn_is_found_out_F049(tiny: Any) -> None:
     renderer = Renderer(tiny.qwen(PLAIN), with_tools=False)
     # The same prompts without the block are what our templates write, so one of them steps in.
-    assert renderer.verdict.preserving and renderer.verdict.template == "chatml"
+    assert renderer.verdict.preserving and renderer.verdict.template == "qwen3"
     kept = Renderer(tiny.qwen(PLAIN), chat_template="original", with_tools=False)
     assert not kept.verdict.preserving and "assistant turn" in kept.verdict.why
     strange = PLAIN.replace("<|im_start|>{{ m.role }}", "<|im_start|>role:{{ m.role }}")

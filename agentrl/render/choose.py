@@ -151,6 +151,8 @@ def same_prompts(
     (own, like), (ours, _) = one, other
     system: Message = {"role": "system", "content": "Be brief."}
     second = json.loads(json.dumps(TOOL).replace("probe_tool", "second"))
+    if with_tools and like.calls and like.form.name != other[1].form.name and not _lacks_tools(like):
+        return False
     try:
         own.render([probe.user("Hi.")])
         for tools in (None, [TOOL], [TOOL, second]) if with_tools and like.reads_tools else (None,):
@@ -161,7 +163,7 @@ def same_prompts(
         return False
     compared = [
         (text, _suffix(other, codec, after, calls))
-        for after, calls in _FOLLOWERS[: 3 if with_tools and not _lacks_tools(like) else 1]
+        for after, calls in _FOLLOWERS[: 1 if _lacks_tools(like) else 3]
         if (text := _suffix(one, codec, after, calls)) is not None
     ]
     return bool(compared) and all(text == written for text, written in compared)

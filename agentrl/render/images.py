@@ -89,7 +89,7 @@ class Images:
     """
 
     def __init__(
-        self, processor: Any | None, codec: Codec, render: Callable[[list[Message]], str], model: str = "The tokenizer"
+        self, processor: Any | None, codec: Codec, render: Callable[[list[Message]], str], model: str = "the tokenizer"
     ) -> None:
         self._processor, self._codec, self._render, self._model = processor, codec, render, model
         self._cache: OrderedDict[str, Expansion] = OrderedDict()

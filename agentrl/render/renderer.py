@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from agentrl.errors import ConfigurationError
@@ -23,6 +23,15 @@ from agentrl.types import Message, ParsedTurn, Prompt
 
 log = logging.getLogger(__name__)
 _CACHED = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """How prompts with one set of tools begin."""
+
+    ids: tuple[list[int], ...]  # up to the last control token before the first user's text; one of these ways
+    tail: str  # the text after that, where it tells the tools
+    usual: bool  # the generation prompt is the template's usual one
 
 
 class Renderer:
@@ -59,7 +68,7 @@ class Renderer:
         self._bridge = None
         if choice is not None and choice.verdict.preserving:
             self._bridge = Bridge(choice.template, self._codec, choice.behaviour)
-        self._heads: dict[tuple[str, str | None], tuple[list[int], str]] = {}
+        self._heads: dict[tuple[str, str | None], _Head] = {}
         self._faults: dict[str, str | None] = {}  # per set of tools: why its prompts cannot be bridged
         self._schemas: tuple[Tools, Schemas] = (None, {})
         eos = getattr(tokenizer, "eos_token_id", None)
@@ -169,9 +178,10 @@ class Renderer:
         if self._bridge is None:
             return self._whole(held_ids, messages, tools, template, None)
         fault = self._fault(tools, template)
-        if fault is None and not self._same_tools(held_ids, messages, tools, template):
+        head = self._head_of(messages, tools, template)
+        if fault is None and not self._same_tools(held_ids, messages, head):
             fault = "the tools of this conversation changed"
-        if fault is None:
+        if fault is None and head.usual:
             suffix = self._bridge.ids(turn, messages[new_from:], tools)
             if suffix is not None:
                 # A turn that was cut, or stopped by another token, lacks the template's end; appended here, it is no
@@ -191,45 +201,48 @@ class Renderer:
             self._faults[key] = found and f"with these tools the chat template rewrites history ({found})"
         return self._faults[key]
 
-    def _same_tools(self, held: list[int], messages: Sequence[Message], tools: Tools, template: ChatTemplate) -> bool:
+    def _same_tools(self, held: list[int], messages: Sequence[Message], head: _Head) -> bool:
         """True where the held prompt begins as a prompt with these tools does."""
-        if not self._ready()[1].reads_tools:
+        begins = next((ids for ids in head.ids if held[: len(ids)] == ids), None)
+        if begins is None or not self._ready()[1].reads_tools:
+            return begins is not None or not self._ready()[1].reads_tools
+        if not head.tail or messages[1 if _leads(messages) else 0]["role"] != "user":
             return True
-        lead = messages[0] if messages[0]["role"] in ("system", "developer") else None
-        content = None if lead is None else lead.get("content")
+        return self._codec.decode(held[len(begins) : len(begins) + len(head.tail)]).startswith(head.tail)
+
+    def _head_of(self, messages: Sequence[Message], tools: Tools, template: ChatTemplate) -> _Head:
+        """How a prompt with these tools, and this system message, begins and ends."""
+        lead = [messages[0]] if _leads(messages) else []
+        content = lead[0].get("content") if lead else None
         key = (template.tools_key(tools), content if content is None or isinstance(content, str) else repr(content))
         known = self._heads.get(key)
         if known is None:
             if len(self._heads) >= _CACHED:
                 self._heads.clear()
-            known = self._heads[key] = self._head([lead] if lead else [], tools, template)
-        head, tail = known
-        if held[: len(head)] != head:
-            return False
-        if not tail or messages[0 if lead is None else 1]["role"] != "user":
-            return True
-        return self._codec.decode(held[len(head) : len(head) + len(tail)]).startswith(tail)
+            known = self._heads[key] = self._make_head(lead, tools, template)
+        return known
 
-    def _head(self, lead: list[Message], tools: Tools, template: ChatTemplate) -> tuple[list[int], str]:
-        """How a prompt with these tools begins: ids up to its last control token, and the text after that."""
+    def _make_head(self, lead: list[Message], tools: Tools, template: ChatTemplate) -> _Head:
         mark = "zqheadqz"
         text = template.render([*lead, probe.user(mark)], tools)
-        segments = self._codec.segments(text[: text.index(mark)]) if mark in text else []
-        tail = ""
+        usual = text.endswith(self._ready()[1].generation)
+        text = text[: text.index(mark)] if mark in text else ""
+        cut = max((at + len(name) for at, name in self._codec.controls(text)), default=0)
+        head, tail = text[:cut], text[cut:]
         # What follows the last control token is encoded together with the user's text. It matters where the tools, or
         # the lack of them, are told by it: without tools all before it may be one token that every prompt begins with.
-        if segments and isinstance(segments[-1], str):
-            tail = str(segments.pop())
-            bare = self._codec.segments(template.render([*lead, probe.user(mark)])) if tools else []
-            if tools and bare[: len(segments)] != segments:
-                tail = ""
-        return self._with_bos(self._codec.encode_segments(segments)), tail
+        if tools and tail and not template.render([*lead, probe.user(mark)]).startswith(head):
+            tail = ""
+        # Two ways, where tokens swallow the space around them: a text that spells control tokens is encoded in parts.
+        ways = (self._codec.encode(head), self._codec.encode_segments(self._codec.segments(head)))
+        return _Head(tuple(self._with_bos(ids) for ids in ways), "".join(map(str, self._codec.segments(tail))), usual)
 
     def _whole(
         self, held: list[int], messages: Sequence[Message], tools: Tools, template: ChatTemplate, why: str | None
     ) -> Prompt:
         """The conversation rendered as a whole; continues the held ids where its text continues theirs."""
-        segments = self._codec.segments(template.render(messages, tools))
+        rendered = template.render(messages, tools)
+        segments = self._codec.segments(rendered)
         text, before = self._codec.text_of(segments), self._codec.decode(held)
         bos = self._codec.bos_id
         if bos is not None and held[:1] == [bos] and segments[:1] != [bos]:
@@ -237,7 +250,7 @@ class Renderer:
         rest = _after(segments, len(before), self._codec) if text.startswith(before) else None
         if rest is not None:
             return Prompt([*held, *self._codec.encode_segments(rest)])
-        ids = self._with_bos(self._codec.encode_segments(segments))
+        ids = self._with_bos(self._codec.encode(rendered))
         return Prompt(ids, drift_between(held, ids, why or self._why_rewritten(), self.decode))
 
     def _why_rewritten(self) -> str:
@@ -280,6 +293,10 @@ class Renderer:
     def max_token_chars(self) -> int:
         """A text of n characters has at least n / max_token_chars() tokens; sys.maxsize where that cannot be known."""
         return self._codec.longest_token
+
+
+def _leads(messages: Sequence[Message]) -> bool:
+    return messages[0]["role"] in ("system", "developer")
 
 
 def _first_call_only(turn: ParsedTurn) -> ParsedTurn:

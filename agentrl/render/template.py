@@ -50,6 +50,7 @@ class ChatTemplate:
         self._render = compile_template(text)
         self._codec = codec
         self._own, self._generation = own, generation
+        self._parts: tuple[Any, tuple[str, str]] | None = None  # the last answer of `_own_parts`
         taken = _OURS & kwargs.keys()
         if taken:
             raise ConfigurationError(f"chat_template_kwargs cannot hold {sorted(taken)}: agentrl sets them itself.")
@@ -94,7 +95,7 @@ class ChatTemplate:
                 "before": prepared[:first],
                 "rest": prepared[first:],
                 "own": self._write_own,
-                "generation": self._generation,
+                "generation": self._generation_after(prepared[:first], tools),
             }
         try:
             return self._render(
@@ -106,8 +107,22 @@ class ChatTemplate:
             raise ConfigurationError(f"The chat template cannot write this conversation: {e}") from e
 
     def _write_own(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> str:
+        return self._own_parts(messages, tools or None)[0]
+
+    def _generation_after(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> str:
+        try:
+            return self._own_parts(messages, tools)[1]
+        except ConfigurationError:  # an original may refuse a beginning that ours can do without
+            return self._generation
+
+    def _own_parts(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> tuple[str, str]:
+        """The original's text of these messages without its generation prompt, and that prompt, which a system message
+        may change (SmolLM3's /no_think)."""
         assert self._own is not None
-        text = self._own._write(messages, tools or None, True)
-        if not text.endswith(self._generation):
-            raise ConfigurationError("the tokenizer's own template ends this prompt in another way")
-        return text[: len(text) - len(self._generation)]
+        if self._parts is None or self._parts[0] != (messages, tools):
+            text, usual = self._own._write(messages, tools, True), self._generation
+            body = text.removesuffix(usual) if text.endswith(usual) else self._own._write(messages, tools, False)
+            if not text.startswith(body):
+                raise ConfigurationError("the tokenizer's own template ends this prompt in another way")
+            self._parts = (messages, tools), (body, text[len(body) :])
+        return self._parts[1]

@@ -89,6 +89,9 @@ def _no_constant(token: str) -> Any:
     raise ValueError(f"{token} is not JSON")
 
 
+# An error costs json a count of the lines of all that it was given. With a text of many broken calls that would be
+# quadratic, so that a window is decoded, and a larger one where the window's end may have been the cause.
+_WINDOW, _MARGIN = 2048, 64
 _DECODE = json.JSONDecoder(parse_constant=_no_constant).raw_decode
 
 
@@ -109,20 +112,32 @@ def read_json(text: str, at: int, closing: str = "") -> JsonValue:
     >>> read_json('{"a": ', 0).error
     'it is not valid JSON: it ends too early, at character 6 (expecting value)'
     """
+    size = _WINDOW
+    while True:
+        part = text[at : at + size]
+        read, cut = _read_part(part, closing)
+        if not cut or at + size >= len(text):
+            return JsonValue(read.value, at + read.end, read.error)
+        size *= 8
+
+
+def _read_part(part: str, closing: str) -> tuple[JsonValue, bool]:
+    """The value at the beginning of `part`, and whether the end of `part` may have changed what was read."""
     try:
-        value, end = _DECODE(text, at)
+        value, end = _DECODE(part)
     except json.JSONDecodeError as e:
-        return JsonValue(None, e.pos, _json_error(e, text, at, closing))
+        cut = e.pos + _MARGIN > len(part) or e.msg.startswith("Unterminated string")
+        return JsonValue(None, e.pos, _json_error(e, part, 0, closing)), cut
     except RecursionError:
-        return JsonValue(None, at, "it is nested too deeply")
+        return JsonValue(None, 0, "it is nested too deeply"), False
     except ValueError as e:
-        return JsonValue(None, at, str(e))
-    return JsonValue(value, end)
+        return JsonValue(None, 0, str(e)), False
+    return JsonValue(value, end), end == len(part)
 
 
 def _json_error(e: json.JSONDecodeError, text: str, body: int, closing: str) -> str:
-    at, left = e.pos - body, text[e.pos :].lstrip()
-    if not left or (closing and left.startswith(closing)):
+    at, left = e.pos - body, skip_space(text, e.pos)
+    if left == len(text) or (closing and text.startswith(closing, left)):
         return f"it is not valid JSON: it ends too early, at character {at} ({e.msg.lower()})"
     return f"it is not valid JSON: {e.msg.lower()} at character {at}, near {text[max(body, e.pos - 12) : e.pos + 12]!r}"
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from agentrl.render.formats.base import Block, ReadCall, Schemas, call_from, kind, read_json, skip_space
+
+_TAG = re.compile("</?tool_call>")
 
 
 class Hermes:
@@ -38,10 +41,8 @@ class Hermes:
 
     def _bound(self, text: str, at: int) -> tuple[int, bool]:
         """Where a call that cannot be read ends, and whether a closing tag stands there."""
-        close, following = text.find(self.closing, at), text.find(self.opening, at)
-        if close >= 0 and (following < 0 or close < following):
-            return close, True
-        return (following if following >= 0 else len(text)), False
+        tag = _TAG.search(text, at)  # either, in one go: two searches would each read to the end of the turn
+        return (tag.start(), tag.group() == self.closing) if tag else (len(text), False)
 
     def _malformed(self, text: str, at: int, why: str) -> Block:
         end, closed = self._bound(text, at)

@@ -6,6 +6,7 @@ never a call; a block that is never closed makes everything after its opening ta
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,20 +33,23 @@ class Tagged:
 
     def read(self, text: str, schemas: Schemas | None, *, opened: bool, start: int) -> ParsedTurn:
         """See `TurnFormat.read`. Malformed calls stay in the content as they were written."""
-        form = self.calls if schemas is not None else None
-        think, reasoning, at = self.think, None, 0
+        think, at = self.think, 0
+        thoughts: list[str] = []
         kept: list[str] = []
         found: list[ReadCall] = []
+        form = self.calls if schemas is not None else None
+        next_thought = _Search(lambda at: text.find(think.open, at))
+        next_call = _Search((lambda at: form.find(text, at)) if form else (lambda at: -1))
         if opened or self._closes_first(text):
             again = think.open if text.lstrip().startswith(think.open) else ""  # some open the block a second time
-            reasoning, at = self._until_close(text, text.index(again) + len(again))
+            at = self._thought(text, text.index(again) + len(again), thoughts)
         while True:
-            thought_at = text.find(think.open, at)
-            called = form.find(text, at) if form else -1
+            thought_at, called = next_thought.after(at), next_call.after(at)
             if thought_at >= 0 and not 0 <= called < thought_at:
                 kept.append(text[at:thought_at])
-                thought, at = self._until_close(text, thought_at + len(think.open))
-                reasoning = thought if not reasoning else f"{reasoning}\n{thought}"
+                at = self._thought(text, thought_at + len(think.open), thoughts)
+                if form is not None and not form.markers:
+                    next_call = _Search(lambda at: form.find(text, at))  # without tags, a call begins what is left
             elif called >= 0 and form is not None:
                 block = form.read(text, called, schemas or {})
                 broken = all(call.error is not None for call in block.calls)
@@ -55,7 +59,8 @@ class Tagged:
             else:
                 kept.append(text[at:])
                 break
-        return assemble(reasoning, kept, found, start)
+        first = next((n for n, thought in enumerate(thoughts) if thought), len(thoughts))
+        return assemble("\n".join(thoughts[first:]) if thoughts else None, kept, found, start)
 
     def _closes_first(self, text: str) -> bool:
         """True where the first tag closes a block of reasoning: its opening tag was lost, or stood in the prompt."""
@@ -64,11 +69,25 @@ class Tagged:
             return False
         return self.calls is None or not 0 <= self.calls.find(text, 0) < closed
 
-    def _until_close(self, text: str, at: int) -> tuple[str, int]:
+    def _thought(self, text: str, at: int, thoughts: list[str]) -> int:
+        """Adds the block of reasoning whose text begins at `at`; where it ends."""
         close = text.find(self.think.close, at)
-        if close < 0:
-            return text[at:].strip("\n"), len(text)
-        return text[at:close].strip("\n"), close + len(self.think.close)
+        thoughts.append(text[at : close if close >= 0 else len(text)].strip("\n"))
+        return close + len(self.think.close) if close >= 0 else len(text)
+
+
+class _Search:
+    """Remembers the last place found, so that reading a turn searches every stretch of it once."""
+
+    def __init__(self, find: Callable[[int], int]) -> None:
+        self._find = find
+        self._place: int | None = None
+
+    def after(self, at: int) -> int:
+        """The first place at or after `at`, which never goes back; -1 where there is none."""
+        if self._place is None or 0 <= self._place < at:
+            self._place = self._find(at)
+        return self._place
 
 
 def assemble(reasoning: str | None, kept: list[str], found: list[ReadCall], start: int) -> ParsedTurn:
