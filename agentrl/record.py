@@ -87,7 +87,7 @@ def _turns_to_json(turns: tuple[TurnRecord, ...], messages: list[Any]) -> list[d
         entry["output_log_probs"] = _floats(turn.output_log_probs)
         entry["finish_reason"] = turn.finish_reason
         entry["version"] = turn.version
-        entry["drift"] = None if turn.drift is None else {"at": turn.drift.at, "why": turn.drift.why}
+        entry["drift"] = None if turn.drift is None else json_safe(turn.drift)
         entry["seconds"] = json_safe(turn.seconds)
         out.append(entry)
         held = None if turn.prompt_ids is None or turn.output_ids is None else turn.prompt_ids + turn.output_ids

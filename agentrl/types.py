@@ -46,6 +46,7 @@ class SampleRequest:
     seed: tuple[int, ...]  # (run seed, rollout, turn): names this turn's random stream
     conversation_id: str  # a sampler may keep a cache under this id until `release`
     stop_ids: tuple[int, ...] = ()
+    media: tuple[Any, ...] = ()  # the images among `prompt_ids`, in order, as the renderer made them
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,7 @@ class Prompt:
 
     ids: list[int]  # [P]
     drift: Drift | None = None  # set where ids do not start with the held ids
+    media: tuple[Any, ...] = ()  # the images among the ids, in order: `render.images.Expansion`
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +194,7 @@ class TurnRecord:
     version: int = 0
     drift: Drift | None = None
     seconds: float = 0.0
+    media: tuple[Any, ...] = ()  # the images among `prompt_ids`, in order
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +205,7 @@ class TrainingSequence:
     completion_mask: list[bool]  # [T] True where the id was sampled and is trained
     old_log_probs: list[float]  # [T] the sampler's; NaN where the mask is False
     version: int = 0  # oldest weights among its trained tokens
-    media: tuple[Any, ...] = ()
+    media: tuple[Any, ...] = ()  # the images among `input_ids`, in order
 
 
 @dataclass(frozen=True, slots=True)

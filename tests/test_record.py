@@ -123,7 +123,14 @@ def test_a_fork_keeps_its_whole_prompt():
     rollout = dataclasses.replace(rollout, turns=(rollout.turns[0], fork), sequences=sequences)
     record = through_json(rollout)
     assert record["turns"][1]["prompt_ids"] == [1, 9, 4, 5]
-    assert record["turns"][1]["drift"] == {"at": 1, "why": "the template dropped it"}
+    assert record["turns"][1]["drift"] == {
+        "at": 1,
+        "why": "the template dropped it",
+        "held": 0,
+        "before": "",
+        "held_text": "",
+        "new_text": "",
+    }
     assert not any("old_log_probs" in sequence for sequence in record["sequences"])  # the turns hold them
     assert same(rollout_from_dict(record), rollout)
 
@@ -256,7 +263,7 @@ def test_images_are_named_not_written():
         ({1: "a"}, {"1": "a"}),
         (Outcome.FINISHED, "finished"),
         (date(2026, 1, 2), "2026-01-02"),
-        (Drift(3, "x"), {"at": 3, "why": "x"}),
+        (Drift(3, "x"), {"at": 3, "why": "x", "held": 0, "before": "", "held_text": "", "new_text": ""}),
         (b"ab", {"type": "bytes", "size": 2, "sha256": json_safe(b"ab")["sha256"]}),
         (range(3), {"type": "object", "class": "range", "repr": "range(0, 3)"}),
     ],

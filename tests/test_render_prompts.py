@@ -345,7 +345,7 @@ def test_recorded_calls_that_cannot_be_written_are_refused_F059(renderer: Render
 
 
 def test_images_are_refused_by_name(renderer: Renderer) -> None:
-    with pytest.raises(ConfigurationError, match="'image'"):
+    with pytest.raises(ConfigurationError, match="reads text only"):
         renderer.first([{"role": "user", "content": [{"type": "image", "image": 0}]}], None)
 
 

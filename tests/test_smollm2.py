@@ -113,9 +113,9 @@ def test_a_converted_model_needs_no_package(example, folder, monkeypatch):
 
 
 # --- its tokenizer ---------------------------------------------------------------------
-def test_the_renderer_takes_our_chatml_because_its_own_template_leaves_tools_out(tokenizer):
+def test_the_renderer_takes_a_template_of_ours_because_its_own_template_leaves_tools_out(tokenizer):
     renderer = Renderer(tokenizer)
-    assert renderer.verdict.template == "chatml" and renderer.verdict.preserving
+    assert renderer.verdict.template == "hermes" and renderer.verdict.preserving
     assert "does not write tools" in renderer.verdict.why
     assert [tokenizer.convert_ids_to_tokens(i) for i in renderer.stop_ids] == ["<|im_end|>"]
 

@@ -208,7 +208,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("empty dict", {"environment_factory": {}, "train_dataset": ROWS}, r"empty dict"),
     ("weights", {"train_dataset": ROWS, "reward_funcs": length, "args": {"reward_weights": [1.0, 2.0]}},
      r"2 values for 1"),
-    ("reward model", {"train_dataset": ROWS, "reward_funcs": "some/model"}, r"Reward models are not available"),
+    ("reward model", {"train_dataset": ROWS, "reward_funcs": "./no/judge"}, r"no folder './no/judge'"),
     ("not callable", {"train_dataset": ROWS, "reward_funcs": [3]}, r"Reward function 0 is a int"),
     ("model", {"model": 3, "train_dataset": ROWS, "reward_funcs": length}, r"model must be .* not a int"),
     ("tokenizer", {"processing_class": None, "train_dataset": ROWS, "reward_funcs": length}, r"processing_class"),

@@ -1,7 +1,7 @@
 """The `agentrl` command: `main` runs it, each subcommand lives in a file beside this one.
 
 Nothing here may import torch at module level: `agentrl --help` answers in well under half a second. What goes wrong is
-told in one or two sentences on stderr. Exit codes: 0 done, 1 a defect of agentrl (or `env check` found errors), 2
+told in one or two sentences on stderr. Exit codes: 0 done, 1 a defect of agentrl (or a check found errors), 2
 something the user can fix, 130 interrupted.
 """
 
@@ -21,6 +21,7 @@ from agentrl.cli.evaluate import evaluate
 from agentrl.cli.output import discard_output
 from agentrl.cli.quickstart import quickstart
 from agentrl.cli.show import show
+from agentrl.cli.template import template_app
 from agentrl.cli.train import train
 from agentrl.errors import AgentRLError
 
@@ -92,6 +93,7 @@ def build_app() -> typer.Typer:
     app.command("eval")(evaluate)
     app.command()(show)
     app.add_typer(env_app(), name="env")
+    app.add_typer(template_app(), name="template")
     return app
 
 

@@ -6,7 +6,7 @@ with several contents, and kept as ids; then a tool result costs its own tokens 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from agentrl.render import probe
@@ -51,11 +51,20 @@ class Bridge:
         self._frames: dict[Shape, _Frame | None] = {}
         self._names_matter = self._writes_names()
 
-    def ids(self, turn: Message, new: Sequence[Message], tools: Tools) -> list[int] | None:
+    def ids(
+        self, turn: Message, new: Sequence[Message], tools: Tools, fill: Callable[[str], str] | None = None
+    ) -> list[int] | None:
         """Ids from the end-of-turn token of `turn` up to the next sampled token; None where no check vouches for them.
 
-        The first of them is the token that ends the turn: where the policy sampled it, it is held already.
+        The first of them is the token that ends the turn: where the policy sampled it, it is held already. `fill` puts
+        the images of `new` into its text.
         """
+        if fill is not None:
+            text = self._suffix(self._lead(turn, new), new, tools)
+            # The other conversation has an image too, should the template number them.
+            if text is None or text != self._suffix(self._lead(turn, new, long=True, image=True), new, tools):
+                return None
+            return self._codec.encode(fill(text))
         shape: Shape = (
             bool(turn.get("content")),
             bool(turn.get("tool_calls")),
@@ -90,10 +99,10 @@ class Bridge:
                 return True
         return False
 
-    def _lead(self, turn: Message, new: Sequence[Message], *, long: bool = False) -> list[Message]:
+    def _lead(self, turn: Message, new: Sequence[Message], *, long: bool = False, image: bool = False) -> list[Message]:
         """A short conversation that ends in a turn of the same kind as `turn`, marked at its end."""
         results = [m for m in new if m["role"] == "tool"]
-        calls = max(1, len(results)) if turn.get("tool_calls") else 0
+        calls = max(1, len(results) if self._behaviour.several else 1) if turn.get("tool_calls") else 0
         thought = turn.get("reasoning_content")
         last = marked_turn(calls=calls, reasoning="Hm." if thought else thought)
         if calls and turn.get("content"):
@@ -105,7 +114,10 @@ class Bridge:
         if not long:
             return [probe.user("x"), last]
         system: Message = {"role": "system", "content": "Be brief."}
-        talk = [system, probe.user("Long ago."), probe.assistant("So?", reasoning=self._none), probe.user("More.")]
+        ago = probe.user("Long ago.")
+        if image:
+            ago["content"] = [{"type": "image"}, {"type": "text", "text": "Long ago."}]
+        talk = [system, ago, probe.assistant("So?", reasoning=self._none), probe.user("More.")]
         return [*talk, probe.assistant("Yes.", reasoning=self._none), probe.user("y"), last]
 
     def _suffix(self, lead: list[Message], new: Sequence[Message], tools: Tools) -> str | None:

@@ -10,7 +10,9 @@ from typing import Any
 from agentrl.errors import ConfigurationError
 from agentrl.render import probe
 from agentrl.render.codec import Codec
+from agentrl.render.images import image_text
 from agentrl.render.learn import Behaviour, learn, marked_turn, suffix
+from agentrl.render.messages import Shape
 from agentrl.render.probe import TOOL, Style
 from agentrl.render.template import ChatTemplate, Tools, shipped
 from agentrl.types import Message
@@ -55,13 +57,17 @@ class Choice:
 
 
 def choose(
-    tokenizer: Any, codec: Codec, kwargs: dict[str, Any], asked: str | None, *, with_tools: bool
+    tokenizer: Any, codec: Codec, kwargs: dict[str, Any], asked: str | None, *, with_tools: bool, processor: Any = None
 ) -> tuple[Choice | None, str | None]:
     """The template to use, and the tokenizer's own text; no template where the tokenizer has none and none fits."""
-    original = _own_text(tokenizer, with_tools)
+    original = _own_text(processor, with_tools) or _own_text(tokenizer, with_tools)
+
+    shown = ""  # what the original writes for an image; a template of ours that knows no blocks gets it as text
 
     def make(text: str, **more: Any) -> tuple[ChatTemplate, Behaviour]:
         template = ChatTemplate(text, codec, tokenizer, kwargs, **more)
+        if shown and _image_text(template) != shown:
+            template.shape = Shape(image=shown)
         return template, learn(template, codec, tokenizer)
 
     if asked is not None and asked != "original":
@@ -72,6 +78,7 @@ def choose(
             return None, None
         return _replaced(*make(shipped("chatml")), "chatml", "the tokenizer has no chat template"), original
     own, like = make(original)
+    shown = _image_text(own) if processor is not None else ""
     fault = judge(own, like, with_tools)
     if asked == "original" or (fault is None and not (with_tools and _lacks_tools(like))):
         return _taken(own, like, "original", with_tools), original
@@ -85,6 +92,10 @@ def choose(
     if with_tools and speaks_chatml and not like.reads_tools:
         return _replaced(*make(shipped("chatml")), "chatml", why), original
     return _taken(own, like, "original", with_tools), original
+
+
+def _image_text(template: ChatTemplate) -> str:
+    return image_text(lambda talk: template.render(talk, generate=False))
 
 
 def _taken(template: ChatTemplate, like: Behaviour, name: str, with_tools: bool) -> Choice:

@@ -11,6 +11,7 @@ from agentrl.errors import ConfigurationError
 from agentrl.render import probe
 from agentrl.render.codec import Codec
 from agentrl.render.formats import CALLS, THINKS, TURNS, Schemas, ShippedParser, Tagged, Think, TurnFormat
+from agentrl.render.messages import Shape
 from agentrl.render.probe import MARK, TOOL, Style, assistant, tool, user
 from agentrl.render.template import ChatTemplate, Tools
 from agentrl.types import Message
@@ -39,6 +40,7 @@ class Behaviour:
 
 def learn(template: ChatTemplate, codec: Codec, tokenizer: Any = None) -> Behaviour:
     """What `template` is like; its shape and trusted markers are set on the way."""
+    _learn_content(template)
     generation = generation_text(template, codec)
     think, writes_thoughts = _learn_thinking(template, codec, generation)
     turns = (ShippedParser(tokenizer),) if getattr(tokenizer, "response_template", None) else ()
@@ -62,6 +64,26 @@ def learn(template: ChatTemplate, codec: Codec, tokenizer: Any = None) -> Behavi
         ends=frozenset(i for i in found if i is not None),
         refusal=None if calls else _refusal(template),
     )
+
+
+def _learn_content(template: ChatTemplate) -> None:
+    """Sets whether the template reads text only where it stands in a block."""
+    for blocks in (False, True):
+        shape = replace(template.shape, blocks=blocks)
+        text = _text_with(template, shape)
+        if MARK in text:
+            template.shape = shape
+            return
+
+
+def _text_with(template: ChatTemplate, shape: Shape) -> str:
+    before, template.shape = template.shape, shape
+    try:
+        return template.render([user(MARK)])
+    except ConfigurationError:
+        return ""
+    finally:
+        template.shape = before
 
 
 def _refusal(template: ChatTemplate) -> str | None:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.errors import ConfigurationError
+from agentrl.pictures import is_image
 from agentrl.render.codec import Codec
-from agentrl.types import Message
+from agentrl.types import Content, Message
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,8 @@ class Shape:
     json_arguments: bool = False  # arguments of calls as JSON text, not as a dict
     no_content: bool = False  # content None beside calls, where there is no text
     thought: str = "reasoning_content"  # the key under which it looks for reasoning
+    blocks: bool = False  # content as a list of blocks, also where it is text only
+    image: str = ""  # what to write for an image into content that is text; "" leaves it a block
 
 
 def flatten(content: Any) -> str:
@@ -116,7 +119,7 @@ def prepare(message: Message, codec: Codec, trusted: frozenset[str], shape: Shap
     """
     role = message["role"]
     allowed = trusted if role in ("system", "assistant", "developer") else frozenset[str]()
-    out: Message = {"role": role, "content": codec.guard(flatten(message.get("content")), allowed)}
+    out: Message = {"role": role, "content": _guard_content(message.get("content"), codec, allowed, shape)}
     for key, value in message.items():
         if value is None or key in ("role", "content", "tool_calls"):
             continue
@@ -130,6 +133,17 @@ def prepare(message: Message, codec: Codec, trusted: frozenset[str], shape: Shap
         if shape.no_content and not out["content"]:
             out["content"] = None
     return out
+
+
+def _guard_content(content: Any, codec: Codec, allowed: frozenset[str], shape: Shape) -> Content:
+    """Text as a string; a list of blocks where an image is among them, or the template reads nothing else."""
+    blocks = content if isinstance(content, list) else [{"type": "text", "text": flatten(content)}]
+    if not shape.blocks and not any(map(is_image, blocks)):
+        return codec.guard(flatten(content), allowed)
+    texts = [None if is_image(block) else codec.guard(flatten([block]), allowed) for block in blocks]
+    if shape.image:
+        return "".join(shape.image if text is None else text for text in texts)
+    return [{"type": "image"} if text is None else {"type": "text", "text": text} for text in texts]
 
 
 def _prepare_call(call: dict[str, Any], codec: Codec, shape: Shape) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from agentrl.render.choose import GENERIC, Choice, Verdict, choose
 from agentrl.render.codec import Codec, Segment
 from agentrl.render.drift import drift_between
 from agentrl.render.formats import THINKS, Schemas, Tagged, TurnFormat
+from agentrl.render.images import Images, Media, tokenizer_and_processor
 from agentrl.render.learn import Behaviour
 from agentrl.render.messages import check_order
 from agentrl.render.probe import Style
@@ -23,6 +24,7 @@ from agentrl.types import Message, ParsedTurn, Prompt
 
 log = logging.getLogger(__name__)
 _CACHED = 1024
+_TAIL = 24  # tokens at the end of a prompt that can hold a tag of reasoning
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,7 @@ class _Head:
     """How prompts with one set of tools begin."""
 
     ids: tuple[list[int], ...]  # up to the last control token before the first user's text; one of these ways
-    tail: str  # the text after that, where it tells the tools
+    tail: str  # the text after that, up to the user's
     usual: bool  # the generation prompt is the template's usual one
 
 
@@ -55,12 +57,23 @@ class Renderer:
         chat_template_kwargs: dict[str, Any] | None = None,
         with_tools: bool = True,
     ) -> None:
+        tokenizer, processor = tokenizer_and_processor(tokenizer)
         self._codec = Codec(tokenizer)
-        self._latest: tuple[list[Message], Tools, list[int]] | None = None  # the last first prompt
+        self._latest: tuple[list[Message], Tools, Media, list[int]] | None = None  # the last first prompt
         self._model = str(getattr(tokenizer, "name_or_path", "") or "")
         kwargs = dict(chat_template_kwargs or {})
-        choice, self.original_template = choose(tokenizer, self._codec, kwargs, chat_template, with_tools=with_tools)
+        choice, self.original_template = choose(
+            tokenizer, self._codec, kwargs, chat_template, with_tools=with_tools, processor=processor
+        )
         self._choice = choice
+        self._images = Images(
+            processor,
+            self._codec,
+            lambda talk: self._ready()[0].render(talk, generate=False),
+            self._model or "the tokenizer",
+        )
+        if choice is not None:
+            choice.template.trusted -= self._images.tokens
         self.verdict = choice.verdict if choice else Verdict(False, "the tokenizer has no chat template", "none")
         self._asked = chat_template is not None
         if with_tools:
@@ -150,11 +163,17 @@ class Renderer:
             ConfigurationError: A tool result without a call before it, or the template refuses the messages.
         """
         template, like = self._ready()
-        if self._latest is None or self._latest[:2] != (messages, tools):  # a group's members begin alike, one by one
+        messages, media = self._images.take(messages)
+        if self._latest is None or self._latest[:3] != (messages, tools, media):  # a group's members begin alike
             check_order(messages, lambda text: bool(like.form.read(text, {}, opened=False, start=0).calls))
-            ids = self._with_bos(self._codec.encode(template.render(messages, tools)))
-            self._latest = (copy.deepcopy(list(messages)), tools, ids)
-        return list(self._latest[2])
+            text = self._images.fill(template.render(messages, tools), messages, media)
+            ids = self._with_bos(self._codec.encode(text))
+            self._latest = (copy.deepcopy(list(messages)), tools, media, ids)
+        return list(self._latest[3])
+
+    def media(self, messages: Sequence[Message]) -> Media:
+        """The images of the messages, in order, as a model's forward needs them."""
+        return self._images.take(messages)[1]
 
     def text_prompt(self, text: str, untrusted: str = "") -> list[int]:
         """Ids of a plain string, without a template. Control tokens that it spells are control tokens: the author of
@@ -168,27 +187,33 @@ class Renderer:
         start = next((i for i, token in enumerate(ids) if token != bos), len(ids))
         return [bos, *ids[start:]]
 
-    def next(self, held_ids: list[int], messages: Sequence[Message], new_from: int, tools: Tools) -> Prompt:
+    def next(
+        self, held_ids: list[int], messages: Sequence[Message], new_from: int, tools: Tools, media: Media = ()
+    ) -> Prompt:
         """The prompt after a sampled turn. `held_ids` are its prompt and what was sampled; ``messages[new_from:]`` came
-        after it, and ``messages[new_from - 1]`` is the turn. Without drift the ids start with `held_ids`."""
+        after it, and ``messages[new_from - 1]`` is the turn. Without drift the ids start with `held_ids`. `media` are
+        the images of the held prompt."""
         template, _ = self._ready()
         turn = messages[new_from - 1] if new_from > 0 else {}
         if turn.get("role") != "assistant":
             raise ValueError(f"messages[{new_from - 1}] must be the assistant turn that was sampled last.")
+        messages, shown = self._images.take(messages, media)
         if self._bridge is None:
-            return self._whole(held_ids, messages, tools, template, None)
+            return self._whole(held_ids, messages, tools, template, None, shown)
         fault = self._fault(tools, template)
         head = self._head_of(messages, tools, template)
         if fault is None and not self._same_tools(held_ids, messages, head):
             fault = "the tools of this conversation changed"
         if fault is None and head.usual:
-            suffix = self._bridge.ids(turn, messages[new_from:], tools)
+            new, images = messages[new_from:], shown[len(media) :]
+            fill = (lambda text: self._images.fill(text, new, images)) if images else None
+            suffix = self._bridge.ids(turn, new, tools, fill)
             if suffix is not None:
                 # A turn that was cut, or stopped by another token, lacks the template's end; appended here, it is no
                 # sampled token and is not trained.
                 at = 1 if held_ids and held_ids[-1] == suffix[0] else 0
-                return Prompt([*held_ids, *(suffix[at:] if at else suffix)])
-        return self._whole(held_ids, messages, tools, template, fault)
+                return Prompt([*held_ids, *(suffix[at:] if at else suffix)], media=shown)
+        return self._whole(held_ids, messages, tools, template, fault, shown)
 
     def _fault(self, tools: Tools, template: ChatTemplate) -> str | None:
         """None where prompts with these very tools continue what is held; the verdict was found with other ones."""
@@ -208,7 +233,8 @@ class Renderer:
             return begins is not None or not self._ready()[1].reads_tools
         if not head.tail or messages[1 if _leads(messages) else 0]["role"] != "user":
             return True
-        return self._codec.decode(held[len(begins) : len(begins) + len(head.tail)]).startswith(head.tail)
+        text = self._codec.decode(held[len(begins) : len(begins) + len(head.tail)])
+        return text.lstrip().startswith(head.tail.lstrip())
 
     def _head_of(self, messages: Sequence[Message], tools: Tools, template: ChatTemplate) -> _Head:
         """How a prompt with these tools, and this system message, begins and ends."""
@@ -229,19 +255,22 @@ class Renderer:
         text = text[: text.index(mark)] if mark in text else ""
         cut = max((at + len(name) for at, name in self._codec.controls(text)), default=0)
         head, tail = text[:cut], text[cut:]
-        # What follows the last control token is encoded together with the user's text. It matters where the tools, or
-        # the lack of them, are told by it: without tools all before it may be one token that every prompt begins with.
-        if tools and tail and not template.render([*lead, probe.user(mark)]).startswith(head):
-            tail = ""
+        # What follows the last control token is encoded together with the user's text, so it is compared as text.
         # Two ways, where tokens swallow the space around them: a text that spells control tokens is encoded in parts.
         ways = (self._codec.encode(head), self._codec.encode_segments(self._codec.segments(head)))
         return _Head(tuple(self._with_bos(ids) for ids in ways), "".join(map(str, self._codec.segments(tail))), usual)
 
     def _whole(
-        self, held: list[int], messages: Sequence[Message], tools: Tools, template: ChatTemplate, why: str | None
+        self,
+        held: list[int],
+        messages: Sequence[Message],
+        tools: Tools,
+        template: ChatTemplate,
+        why: str | None,
+        media: Media,
     ) -> Prompt:
         """The conversation rendered as a whole; continues the held ids where its text continues theirs."""
-        rendered = template.render(messages, tools)
+        rendered = self._images.fill(template.render(messages, tools), messages, media)
         segments = self._codec.segments(rendered)
         text, before = self._codec.text_of(segments), self._codec.decode(held)
         bos = self._codec.bos_id
@@ -249,9 +278,9 @@ class Renderer:
             before = self._codec.decode(held[1:])
         rest = _after(segments, len(before), self._codec) if text.startswith(before) else None
         if rest is not None:
-            return Prompt([*held, *self._codec.encode_segments(rest)])
+            return Prompt([*held, *self._codec.encode_segments(rest)], media=media)
         ids = self._with_bos(self._codec.encode(rendered))
-        return Prompt(ids, drift_between(held, ids, why or self._why_rewritten(), self.decode))
+        return Prompt(ids, drift_between(held, ids, why or self._why_rewritten(), self.decode), media)
 
     def _why_rewritten(self) -> str:
         if self.verdict.preserving:
@@ -259,10 +288,18 @@ class Renderer:
         return f"the chat template rewrites history ({self.verdict.why})"
 
     # --- turns -------------------------------------------------------------------------
-    def parse(self, output_ids: list[int], tools: Tools, *, start: int = 0) -> ParsedTurn:
-        """The turn that sampled ids say. Calls are named ``call_<n>`` from `start`; without tools nothing is a call."""
+    def parse(
+        self, output_ids: list[int], tools: Tools, *, start: int = 0, prompt_ids: Sequence[int] | None = None
+    ) -> ParsedTurn:
+        """The turn that sampled ids say. Calls are named ``call_<n>`` from `start`; without tools nothing is a call.
+
+        `prompt_ids`: what the turn was sampled from; its end says whether reasoning was open already, which families
+        do differently after a question and after a tool result. Default: as after a question.
+        """
         form: TurnFormat = self._choice.behaviour.form if self._choice else Tagged(THINKS[0], None)
         style = self._choice.behaviour.style if self._choice else Style.PLAIN
+        if prompt_ids is not None and self._choice is not None:
+            style = self._style_after(prompt_ids, self._choice.behaviour)
         opened = style is Style.OPEN
         turn = form.read(self.plain_text(output_ids), self._names(tools), opened=opened, start=start)
         if self._choice is not None and self._choice.behaviour.calls and not self._choice.behaviour.several:
@@ -271,6 +308,12 @@ class Renderer:
         if style is Style.EMPTY and "reasoning_content" not in turn.message:
             turn.message["reasoning_content"] = ""
         return turn
+
+    def _style_after(self, prompt_ids: Sequence[int], like: Behaviour) -> Style:
+        end = self._codec.decode(list(prompt_ids[-_TAIL:])).rstrip()
+        if end.endswith(like.think.open.strip()):
+            return Style.OPEN
+        return Style.EMPTY if end.endswith(like.think.close.strip()) else Style.PLAIN
 
     def _names(self, tools: Tools) -> Schemas | None:
         if not tools:

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from agentrl import pictures
 from agentrl.environment import Instance, reset_kwargs
 from agentrl.errors import AgentRLError, ConfigurationError, SamplerError
 from agentrl.rollout.messages import characters, check_output, opening, read_message
@@ -55,6 +56,7 @@ class Episode:
     text: str | None = None  # the prompt, where it is a plain string
     observation: str = ""  # the end of `text` that `reset` wrote
     prompt_length: int = 0  # messages that belong to the prompt
+    media: tuple[Any, ...] = ()  # the images of the latest prompt
     turns: list[TurnRecord] = field(default_factory=list)
     calls: list[ToolCallRecord] = field(default_factory=list)
     scored: bool = False
@@ -77,16 +79,21 @@ class Episode:
                 raise ConfigurationError(
                     f"{self.environment}.done is true right after reset(); set it to False there, instances are reused."
                 )
+        if isinstance(observation, list):
+            pictures.check_observation(observation)
         self.seconds["reset"] += time.perf_counter() - started
         prompt = self.task.row.get("prompt")
-        if isinstance(prompt, str) and (self.tools or isinstance(observation, list)):
-            prompt = [{"role": "user", "content": prompt}]  # tools can only be shown in a conversation
+        shown = self.instance.env is None and pictures.in_row(self.task.row)
+        if isinstance(prompt, str) and (self.tools or shown or isinstance(observation, list)):
+            prompt = [{"role": "user", "content": prompt}]  # tools and images can only be shown in a conversation
         if isinstance(prompt, str):
             self.observation = str(observation or "")
             self.text = prompt + self.observation
             self.messages = [{"role": "user", "content": self.text}]
         else:
             self.messages = opening(prompt, observation, f"Row {self.task.index}", self.environment)
+            if shown:
+                self.messages = pictures.with_column(self.messages, self.task.row)
         self.prompt_length = len(self.messages)
 
     def _first_prompt(self) -> list[int] | None:
@@ -94,6 +101,8 @@ class Episode:
             return None
         if self.text is None:
             ids = self.renderer.first(self.messages, self.schemas)
+            if any(pictures.blocks_of(self.messages)):
+                self.media = self.renderer.media(self.messages)
         else:  # what reset() returned was not written by the prompt's author: it cannot become control tokens
             trusted = self.text[: len(self.text) - len(self.observation)]
             ids = self.renderer.text_prompt(trusted, self.observation)
@@ -109,12 +118,12 @@ class Episode:
         while True:
             started = time.perf_counter()
             output = await self._sample(held, self._allowance(held, first_length))
-            parsed = self._parse(output)
+            parsed = self._parse(output, held)
             self.messages.append(parsed.message)
             self.turns.append(
                 TurnRecord(
                     held, output.ids, output.log_probs, parsed.message, output.finish_reason, output.version, drift,
-                    time.perf_counter() - started,
+                    time.perf_counter() - started, self.media,
                 )
             )  # fmt: skip
             if output.finish_reason == "length":
@@ -129,14 +138,18 @@ class Episode:
             if self.instance.done:
                 return Outcome.ENV_DONE
             if held is not None and output.ids is None:
-                held = drift = None  # a sampler without ids: the next prompt cannot continue what it drew
+                held, drift, self.media = (
+                    None,
+                    None,
+                    (),
+                )  # a sampler without ids: the next prompt cannot continue what it drew
             elif held is not None:
                 held = [*held, *(output.ids or ())]
                 following = self._next_prompt(held, new_from, first_length)
                 if following is None:
                     del self.messages[new_from:]
                     return Outcome.TRUNCATED
-                held, drift = following.ids, following.drift
+                held, drift, self.media = following.ids, following.drift, following.media
 
     def _check_fits(self, length: int) -> None:
         context = self.settings.max_context
@@ -168,14 +181,15 @@ class Episode:
             size = sum(characters(message["content"]) for message in self.messages[new_from:])
             if size > max(room, 1) * self.renderer.max_token_chars():
                 return None  # certainly too long: not worth tokenising
-        following = self.renderer.next(held, self.messages, new_from, self.schemas)
+        known = {"media": self.media} if self.media else {}  # renderers of text need not know of it
+        following = self.renderer.next(held, self.messages, new_from, self.schemas, **known)
         return None if ends and len(following.ids) >= min(ends) else following
 
     async def _sample(self, prompt_ids: list[int] | None, max_tokens: int) -> SampleOutput:
         request = SampleRequest(
             messages=list(self.messages), tools=self.schemas, prompt_ids=prompt_ids, max_tokens=max_tokens,
             params=self.settings.sampling, seed=(*self.seed, len(self.turns)), conversation_id=self.conversation_id,
-            stop_ids=self.renderer.stop_ids if self.renderer is not None else (),
+            stop_ids=self.renderer.stop_ids if self.renderer is not None else (), media=self.media,
         )  # fmt: skip
         started, seconds = time.perf_counter(), self.settings.deadlines.turn_s
         turn = asyncio.timeout(seconds)
@@ -198,7 +212,7 @@ class Episode:
         finally:
             self.seconds["sample"] += time.perf_counter() - started
 
-    def _parse(self, output: SampleOutput) -> ParsedTurn:
+    def _parse(self, output: SampleOutput, prompt: list[int] | None) -> ParsedTurn:
         try:
             if output.ids is None:
                 return read_message(output.message or {}, start=len(self.calls))
@@ -206,7 +220,7 @@ class Episode:
                 raise SamplerError("The sampler drew ids, and there is no tokenizer to read them: pass tokenizer=...")
             if self.text is not None:
                 return ParsedTurn({"role": "assistant", "content": self.renderer.plain_text(output.ids)})
-            return self.renderer.parse(output.ids, self.schemas, start=len(self.calls))
+            return self.renderer.parse(output.ids, self.schemas, start=len(self.calls), prompt_ids=prompt)
         except AgentRLError:
             raise
         except Exception as e:

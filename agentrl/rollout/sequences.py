@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
+from typing import Any
 
 from agentrl.types import TrainingSequence, TurnRecord
 
@@ -23,21 +25,75 @@ def to_sequences(turns: Iterable[TurnRecord]) -> list[TrainingSequence]:
     [[1, 2, 3], [1, 2, 7, 9, 4]]
     """
     rows: list[tuple[list[int], list[bool], list[float], list[int]]] = []
+    media: list[tuple[Any, ...]] = []  # per row; equal ids may stand for other images, and that forks too
     for turn in turns:
         prompt, output, log_probs = turn.prompt_ids, turn.output_ids, turn.output_log_probs
         if prompt is None or output is None or log_probs is None:
             return []  # a sampler without ids: can be evaluated, not trained
         if len(output) != len(log_probs):
             raise ValueError(f"a turn has {len(output)} sampled ids but {len(log_probs)} log-probs")
-        if not rows or prompt[: len(rows[-1][0])] != rows[-1][0]:
+        if not rows or prompt[: len(rows[-1][0])] != rows[-1][0] or turn.media[: len(media[-1])] != media[-1]:
             rows.append(([], [], [], []))
+            media.append(())
+        media[-1] = turn.media
         ids, mask, old, versions = rows[-1]
         context = prompt[len(ids) :]
         ids += [*context, *output]
         mask += [False] * len(context) + [True] * len(output)
         old += [math.nan] * len(context) + list(log_probs)
         versions.append(turn.version)
-    return [TrainingSequence(ids, mask, old, min(versions)) for ids, mask, old, versions in rows if any(mask)]
+    made = [
+        TrainingSequence(ids, mask, old, min(versions), shown)
+        for (ids, mask, old, versions), shown in zip(rows, media, strict=True)
+        if any(mask)
+    ]
+    for sequence in made:
+        _check_media(sequence)
+    return made
+
+
+def _check_media(sequence: TrainingSequence) -> None:
+    """Every image has its placeholder ids among the context: a forward would mix up features otherwise.
+
+    Sampled ids do not count, because a policy may draw a placeholder by itself.
+    """
+    if not sequence.media:
+        return
+    wanted: Counter[frozenset[int]] = Counter()
+    for image in sequence.media:
+        wanted[image.token_ids] += image.tokens
+    context = Counter(i for i, sampled in zip(sequence.input_ids, sequence.completion_mask, strict=True) if not sampled)
+    for ids, count in wanted.items():
+        found = sum(context[i] for i in ids)
+        if found != count:
+            raise ValueError(f"a sequence has {found} placeholder ids for {count} image features")
+
+
+def rendered_again(turns: Iterable[TurnRecord]) -> list[int]:
+    """For each turn after the first, how many of the held tokens its prompt did not continue; 0 where it continued all.
+
+    >>> one = TurnRecord([1, 2], [3], [-0.5], {}, "stop")
+    >>> two = TurnRecord([1, 2, 3, 9], [4], [-0.1], {}, "stop")
+    >>> drifted = TurnRecord([1, 7], [4], [-0.1], {}, "stop")
+    >>> rendered_again([one, two, drifted])
+    [0, 4]
+    """
+    counts: list[int] = []
+    held: list[int] | None = None
+    media: tuple[Any, ...] = ()
+    for turn in turns:
+        prompt, output = turn.prompt_ids, turn.output_ids
+        if prompt is None or output is None:
+            return []  # a sampler without ids
+        if held is not None:
+            other = turn.media[: len(media)] != media  # equal ids that stand for other images: nothing can be shared
+            same = 0 if other else len(held)
+            if not other and prompt[: len(held)] != held:
+                pairs = enumerate(zip(held, prompt, strict=False))
+                same = next((i for i, (a, b) in pairs if a != b), min(len(held), len(prompt)))
+            counts.append(len(held) - same)
+        held, media = [*prompt, *output], turn.media
+    return counts
 
 
 def completion_ids(sequences: Iterable[TrainingSequence]) -> list[int]:

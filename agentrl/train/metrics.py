@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from agentrl.rollout.sequences import rendered_again
 from agentrl.types import Rollout, RolloutGroup
 
 
@@ -75,13 +76,21 @@ def add_rollout_metrics(window: MetricWindow, groups: Sequence[RolloutGroup], *,
     if played:
         window.high("rollout/turns_max", max(len(rollout.turns) for rollout in played))
     window.add_all("rollout/samples_per_rollout", [len(rollout.sequences) for rollout in played])
-    window.add_all("rollout/fork_frac", [float(len(rollout.sequences) > 1) for rollout in played])
+    _add_forks(window, played)
     for stage in ("reset", "reward"):
         if any(rollout.environment is not None for rollout in played):
             window.add_all(f"env/{stage}_s", [rollout.seconds.get(stage, 0.0) for rollout in played])
     for group in groups:
         for name, values in group.metrics.items():
             window.add_all(name, values)
+
+
+def _add_forks(window: MetricWindow, played: Sequence[Rollout]) -> None:
+    """rollout/fork_frac and rollout/drift_tokens_*, over the transitions from one turn to the next."""
+    again = [count for rollout in played for count in rendered_again(rollout.turns)]
+    window.add("rollout/fork_frac", sum(count > 0 for count in again), len(again))
+    window.add("rollout/drift_tokens_mean", sum(again), len(again))
+    window.high("rollout/drift_tokens_max", max(again, default=0))
 
 
 def sampled_tokens(rollout: Rollout) -> int:

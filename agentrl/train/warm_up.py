@@ -61,7 +61,13 @@ def random_episodes(
         max_completion_length=None, max_tool_calling_iterations=max_calls, seed=derive_seed(seed, "warm-up")
     )
     policy = RandomPolicy(seed, stop_p=stop_p, tokenizer=tokenizer)
-    engine = RolloutEngine(policy, Renderer(tokenizer), pools, standalone, settings)
+    engine = RolloutEngine(
+        policy,
+        Renderer(tokenizer, with_tools=bool(standalone) or any(pool.tools for pool in pools.values())),
+        pools,
+        standalone,
+        settings,
+    )
     plans = [GroupPlan(f"warm{i}", source.task(0, i), 1) for i in range(count)]
     groups = play_and_close(engine, Scorer([]), plans)
     return [rollout for group in groups for rollout in group.rollouts if not rollout.outcome.failed]

@@ -100,8 +100,7 @@ def _facts(record: Mapping[str, Any]) -> str:
 def _turn_notes(record: Mapping[str, Any], turn: int, prompts: list[list[int] | None], ids: bool) -> Iterator[Line]:
     entry = record["turns"][turn]
     if entry["drift"] is not None:
-        text = f"turn {turn} starts a new sequence: token {entry['drift']['at']} differs, {entry['drift']['why']}"
-        yield Line("note", "", _visible(text))
+        yield from _drift_lines(turn, entry["drift"])
     if entry["finish_reason"] == "length":
         yield Line("note", "", f"turn {turn} was cut at its token limit")
     if not ids:
@@ -118,6 +117,16 @@ def _turn_notes(record: Mapping[str, Any], turn: int, prompts: list[list[int] | 
         str(i) if p is None else f"{i}({p:.2f})" if isinstance(p, float) else f"{i}({p})" for i, p in pairs
     )
     yield Line("ids", "", f"turn {turn} sampled, {_count(len(output), 'id')} (log-prob): {shown}")
+
+
+def _drift_lines(turn: int, drift: Mapping[str, Any]) -> Iterator[Line]:
+    held = drift.get("held")  # records of earlier versions have `at` and `why` only
+    where = f"token {drift['at']}" + (f" of {held} held" if held else "")
+    yield Line("note", "", _visible(f"turn {turn} starts a new sequence: {where} differs, {drift['why']}"))
+    if held:
+        for side, key in (("held", "held_text"), ("new", "new_text")):
+            text = f"after {drift['before']!r}: " if drift["before"] else ""
+            yield Line("note", "", _visible(f"  {side:<4} {text}{drift[key]!r}"))
 
 
 def _message_lines(message: Mapping[str, Any], turn: int, calls: Mapping[Any, Mapping[str, Any]]) -> Iterator[Line]:
