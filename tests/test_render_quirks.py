@@ -9,6 +9,7 @@ import pytest
 from agentrl.errors import ConfigurationError
 from agentrl.render import Renderer
 from tests.families import template_text, tokenizer
+from tests.tiny_tokenizers import make
 
 SEARCH = {
     "type": "function",
@@ -33,8 +34,8 @@ def sampled(renderer: Renderer, tok: Any, message: dict[str, Any]) -> list[int]:
 
 
 def call(place: str, **more: Any) -> dict[str, Any]:
-    function = {"name": "search", "arguments": {"place": place}}
-    return {"role": "assistant", "content": "", "tool_calls": [{"id": "call_0", "type": "function", "function": function}]} | more  # fmt: skip
+    made = {"id": "call_0", "type": "function", "function": {"name": "search", "arguments": {"place": place}}}
+    return {"role": "assistant", "content": "", "tool_calls": [made]} | more
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_r1_distill"])
@@ -120,7 +121,7 @@ def test_a_template_that_tells_nobody_whose_turn_it_is_is_refused() -> None:
     bare = tokenizer("llama3")
     bare.chat_template = "{% for m in messages %}{{ m.content }}<|eot_id|>{% endfor %}"
     bare.name_or_path = "some/model"
-    with pytest.raises(ConfigurationError, match="some/model .*Pass a chat_template"):
+    with pytest.raises(ConfigurationError, match=r"some/model .*Pass a chat_template"):
         Renderer(bare)
 
 
@@ -151,3 +152,38 @@ def test_a_revised_template_is_recognised_by_what_it_does() -> None:
     tok = tokenizer("qwen3_5")
     tok.chat_template = "{#- a revision -#}" + text
     assert Renderer(tok).verdict.template == "qwen3_5"
+
+
+MISTRAL = """{{- bos_token }}{%- for message in messages %}
+{%- if message.role == 'user' %}
+{%- if tools and loop.index0 == 0 %}{{- '[AVAILABLE_TOOLS]' ~ (tools | tojson) ~ '[/AVAILABLE_TOOLS]' }}{%- endif %}
+{{- '[INST]' ~ message.content ~ '[/INST]' }}
+{%- elif message.role == 'assistant' and message.tool_calls %}{{- '[TOOL_CALLS][' }}
+{%- for call in message.tool_calls %}
+{%- if call.id | length != 9 %}{{- raise_exception('ids have nine letters') }}{%- endif %}
+{{- (call.function | tojson)[:-1] ~ ', "id": "' ~ call.id ~ '"}' ~ (']' if loop.last else ', ') }}{%- endfor %}{{- eos_token }}
+{%- elif message.role == 'assistant' %}{{- message.content ~ eos_token }}
+{%- elif message.role == 'tool' %}
+{{- '[TOOL_RESULTS]{"content": ' ~ (message.content | tojson) ~ ', "call_id": "' ~ message.tool_call_id ~ '"}[/TOOL_RESULTS]' }}
+{%- endif %}{%- endfor %}"""  # noqa: E501
+
+
+def test_a_template_that_wants_short_ids_of_calls_gets_them() -> None:
+    tags = ("[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]")
+    tok = make(
+        ("<unk>", "</s>", *tags, "[TOOL_RESULTS]", "[/TOOL_RESULTS]"), (), eos="</s>", bos="<s>", chat_template=MISTRAL
+    )
+    renderer = Renderer(tok)
+    assert renderer.verdict.preserving and renderer.describe()["calls"] == "mistral"
+    held = renderer.first([ASK], [SEARCH])
+    ids = tok.encode('[TOOL_CALLS][{"name": "search", "arguments": {"place": "a"}}]</s>', add_special_tokens=False)
+    turn = renderer.parse(ids, [SEARCH], prompt_ids=held)
+    assert [c.arguments for c in turn.calls] == [{"place": "a"}]
+    prompt = renderer.next([*held, *ids], [ASK, turn.message, result("no")], 2, [SEARCH])
+    assert prompt.drift is None
+    assert renderer.decode(prompt.ids[len(held) + len(ids) :]).endswith('"no", "call_id": "0000call0"}[/TOOL_RESULTS]')
+
+
+def test_the_original_may_leave_tools_out_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    Renderer(tokenizer("deepseek_v3"), chat_template="original")
+    assert "your prompts must describe them" in caplog.text and "turns that it rewrites fork" in caplog.text

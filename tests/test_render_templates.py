@@ -201,7 +201,8 @@ def test_what_a_template_does_to_contents_is_found_out(tiny: Any, was: str, now:
     renderer = Renderer(tokenizer, with_tools=False)
     assert renderer.verdict.template == "original"
     for content in ("a", " b\n", "", "\n", 'c "q" {x}', "<|im_end|>"):
-        messages = [USER, assistant("Hello.", 1), {"role": "tool", "content": content, "name": "n", "tool_call_id": "id7"}]
+        found = {"role": "tool", "content": content, "name": "n", "tool_call_id": "id7"}
+        messages = [USER, assistant("Hello.", 1), found]
         whole = renderer.first(messages, None)
         start = len(renderer.first([USER], None))
         end = tokenizer.convert_tokens_to_ids("<|im_end|>")

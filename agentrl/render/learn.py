@@ -146,8 +146,8 @@ def _learn_calls(
     started = template.shape
     for arguments in (_RICH, _PLAIN):  # some families cannot write quotes in strings, but can read what models write
         turn = assistant(calls=1, reasoning=thought, arguments=arguments)
-        for json_arguments, no_content in itertools.product((False, True), repeat=2):
-            template.shape = replace(started, json_arguments=json_arguments, no_content=no_content)
+        for short_ids, json_arguments, no_content in itertools.product((False, True), repeat=3):
+            template.shape = replace(started, json_arguments=json_arguments, no_content=no_content, short_ids=short_ids)
             for form in (*TURNS, *(Tagged(think, calls) for calls in CALLS), *more):
                 if _reads_back(template, form, turn, arguments):
                     return form, True

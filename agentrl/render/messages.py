@@ -20,6 +20,7 @@ class Shape:
     json_arguments: bool = False  # arguments of calls as JSON text, not as a dict
     no_content: bool = False  # content None beside calls, where there is no text
     thought: str = "reasoning_content"  # the key under which it looks for reasoning
+    short_ids: bool = False  # ids of calls as nine letters and digits (Mistral)
     blocks: bool = False  # content as a list of blocks, also where it is text only
     image: str = ""  # what to write for an image into content that is text; "" leaves it a block
 
@@ -127,6 +128,8 @@ def prepare(message: Message, codec: Codec, trusted: frozenset[str], shape: Shap
             out[shape.thought] = codec.guard(value, trusted)
         else:
             out[key] = codec.guard(value) if isinstance(value, str) else guard_json(value, codec)
+    if shape.short_ids and isinstance(out.get("tool_call_id"), str):
+        out["tool_call_id"] = _short(out["tool_call_id"])
     calls = message.get("tool_calls")
     if calls:
         out["tool_calls"] = [_prepare_call(call, codec, shape) for call in calls]
@@ -154,4 +157,15 @@ def _prepare_call(call: dict[str, Any], codec: Codec, shape: Shape) -> dict[str,
         "name": codec.guard(name),
         "arguments": json.dumps(arguments, ensure_ascii=False) if shape.json_arguments else arguments,
     }
-    return {"type": "function", "function": made} | ({"id": codec.guard(call["id"])} if call.get("id") else {})
+    name = codec.guard(call["id"]) if call.get("id") else None
+    named = {} if name is None else {"id": _short(name) if shape.short_ids else name}
+    return {"type": "function", "function": made} | named
+
+
+def _short(name: str) -> str:
+    """A name of exactly nine letters and digits, other for other names that end otherwise.
+
+    >>> _short("call_12")
+    '000call12'
+    """
+    return "".join(c for c in name if c.isascii() and c.isalnum())[-9:].rjust(9, "0")

@@ -108,6 +108,10 @@ class Renderer:
             raise ConfigurationError(f"{who} writes tool calls in no form that agentrl can read. {ask}")
         if not choice.behaviour.reads_tools and not self._asked:
             raise ConfigurationError(f"{who} leaves tools out of the prompt. {ask}")
+        if not choice.behaviour.reads_tools:
+            log.warning("%s leaves tools out of the prompt: your prompts must describe them.", who)
+        if not choice.verdict.preserving:
+            log.warning("%s rewrites history (%s): turns that it rewrites fork.", who, choice.verdict.why)
         if choice.verdict.template in GENERIC:
             log.warning(
                 "%s does not write tools: agentrl describes them in the system message and reads calls as "
