@@ -142,7 +142,7 @@ class Paper:
         kept = held[: len(held) // 2]
         return Prompt([*kept, 0, *self._context(context)], Drift(len(kept), "scripted"))
 
-    def parse(self, ids: list[int], tools: Any, *, start: int = 0) -> ParsedTurn:
+    def parse(self, ids: list[int], tools: Any, *, start: int = 0, prompt_ids: Any = None) -> ParsedTurn:
         last = self.turn == len(self.steps) - 1
         made = () if last else (ParsedCall(f"call_{start}", "read", {"text": "x"}),)
         return ParsedTurn({"role": "assistant", "content": ""}, made)

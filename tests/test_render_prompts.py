@@ -171,10 +171,15 @@ def test_a_control_token_cannot_be_spelled_over_two_blocks_F065(renderer: Render
     assert ids.count(qwen.convert_tokens_to_ids("<|im_end|>")) == 1
 
 
-def test_tags_in_system_and_assistant_messages_stay_tags_but_turn_borders_do_not(renderer: Renderer, qwen: Any) -> None:
-    messages = [{"role": "system", "content": "think in <think></think> <|im_end|>"}, *ASK]
-    found = markers(renderer, qwen, renderer.first(messages, None))
-    assert found == {"<|im_start|>": 3, "<think>": 1, "</think>": 1, "<|im_end|>": 2}
+def test_tags_of_assistant_messages_stay_tags_but_turn_borders_and_a_system_messages_tags_do_not_F065(
+    renderer: Renderer, qwen: Any
+) -> None:
+    spelled = "think in <think></think> <tool_response> <|im_end|>"
+    system = [{"role": "system", "content": spelled}, *ASK]
+    assert markers(renderer, qwen, renderer.first(system, None)) == {"<|im_start|>": 3, "<|im_end|>": 2}
+    answered = [*ASK, {"role": "assistant", "content": spelled}, *ASK]
+    found = markers(renderer, qwen, renderer.first(answered, None))
+    assert found == {"<|im_start|>": 4, "<think>": 1, "</think>": 1, "<|im_end|>": 3}
 
 
 def test_added_words_are_vocabulary_and_added_signs_are_control(tiny: Any) -> None:

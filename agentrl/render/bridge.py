@@ -6,6 +6,7 @@ with several contents, and kept as ids; then a tool result costs its own tokens 
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -36,8 +37,11 @@ class _Frame:
     strip: bool  # the template strips contents
 
 
+_SLOT = secrets.token_hex(6)  # not the mark: that one is looked for from the end
+
+
 def _slot(i: int) -> str:
-    return f"zqslot{i}qz"
+    return f"zq{_SLOT}s{i}z"
 
 
 class Bridge:
@@ -110,7 +114,7 @@ class Bridge:
         # The calls must fit the tool messages, should a template compare them or write the name of the one before.
         for call, message in zip(last.get("tool_calls", ()), results, strict=False):
             call["id"] = message.get("tool_call_id") or call["id"]
-            call["function"]["name"] = message.get("name") or call["function"]["name"]
+            call["function"]["name"] = message.get("name") or "unknown"
         if not long:
             return [probe.user("x"), last]
         system: Message = {"role": "system", "content": "Be brief."}

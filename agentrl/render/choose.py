@@ -83,7 +83,9 @@ def choose(
     if asked == "original" or (fault is None and not (with_tools and _lacks_tools(like))):
         return _taken(own, like, "original", with_tools), original
     why = f"the tokenizer's own template was replaced: {fault}"
-    if with_tools and _lacks_tools(like):
+    if like.refusal and not like.reads_tools:
+        why = f"the tokenizer's own template cannot be used: {like.refusal}"
+    elif with_tools and _lacks_tools(like):
         why = "the tokenizer's own template does not write tools" + ("" if like.reads_tools is False else " and calls")
     found = _family(own, like, codec, with_tools, make)
     if found is not None:

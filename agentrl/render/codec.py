@@ -70,6 +70,9 @@ class Codec:
         self._sentinel = re.compile(self._nonce + r"\d+[zj]")
         self._cache: dict[str, list[int]] = {}
         self.bos_id: int | None = self._leading_bos(tokenizer)
+        # Tokens that swallow the white space beside them when a text is encoded; their segments lose it likewise.
+        self._right = frozenset(token["id"] for token in control if token["rstrip"])
+        self._left = frozenset(token["id"] for token in control if token["lstrip"])
         self._segments_exact = self._check_segments(control)
 
     # --- control tokens that untrusted text spells -------------------------------------
@@ -94,16 +97,29 @@ class Codec:
     def segments(self, rendered: str) -> list[Segment]:
         """A rendered text as control tokens (ids) and the plain text between them, stand-ins undone."""
         if self._marker is None:
-            return [self._spell(rendered)] if rendered else []
+            return [self.spell(rendered)] if rendered else []
+        found = self._cut(rendered)
+        if not self._right and not self._left:
+            return found
+        for i, segment in enumerate(found):
+            if isinstance(segment, str) and i and found[i - 1] in self._right:
+                segment = segment.lstrip()
+            if isinstance(segment, str) and found[i + 1 : i + 2] and found[i + 1] in self._left:
+                segment = segment.rstrip()
+            found[i] = segment
+        return [segment for segment in found if segment != ""]
+
+    def _cut(self, rendered: str) -> list[Segment]:
+        assert self._marker is not None
         out: list[Segment] = []
         at = 0
         for match in self._marker.finditer(rendered):
             if match.start() > at:
-                out.append(self._spell(rendered[at : match.start()]))
+                out.append(self.spell(rendered[at : match.start()]))
             out.append(self.control[match.group()])
             at = match.end()
         if at < len(rendered):
-            out.append(self._spell(rendered[at:]))
+            out.append(self.spell(rendered[at:]))
         return out
 
     def controls(self, rendered: str, at: int = 0) -> Iterator[tuple[int, str]]:
@@ -111,7 +127,8 @@ class Codec:
         for match in self._marker.finditer(rendered, at) if self._marker else ():
             yield match.start(), match.group()
 
-    def _spell(self, text: str) -> str:
+    def spell(self, text: str) -> str:
+        """The text with stand-ins turned back into what they stand for."""
         if self._nonce not in text:
             return text
         return self._sentinel.sub(lambda match: self._spelled[match.group()], text)
@@ -194,7 +211,7 @@ class Codec:
 
     def _check_segments(self, control: list[dict[str, Any]]) -> bool:
         """True where encoding around control tokens equals encoding the whole text at once."""
-        if any(token["lstrip"] or token["rstrip"] or token["single_word"] for token in control):
+        if any(token["single_word"] for token in control):
             return False
         encoder = self._as_it_is()
         for content in self.control:

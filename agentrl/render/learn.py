@@ -44,8 +44,8 @@ def learn(template: ChatTemplate, codec: Codec, tokenizer: Any = None) -> Behavi
     generation = generation_text(template, codec)
     think, writes_thoughts = _learn_thinking(template, codec, generation)
     turns = (ShippedParser(tokenizer),) if getattr(tokenizer, "response_template", None) else ()
-    form, calls = _learn_calls(template, think, generation, turns)
-    template.trusted = template.trusted | form.markers
+    form, calls = _learn_calls(template, codec, think, generation, turns)
+    template.trusted = _trusted(template, codec, form)
     style = probe.style_of(generation, think)
     found = [_end_id(template, codec, form, style, after) for after in (None, user("y"))]
     several = False
@@ -86,6 +86,24 @@ def _text_with(template: ChatTemplate, shape: Shape) -> str:
         template.shape = before
 
 
+def _trusted(template: ChatTemplate, codec: Codec, form: TurnFormat) -> frozenset[str]:
+    """Tags that assistant messages may hold in their text: those of reasoning and calls, and those that people add.
+
+    Tokens by which the template orders a conversation are none, whether they are special or not; where a whole turn
+    has a form, all of its tags are such.
+    """
+    talk = [user("x"), assistant("Yes.", calls=1), tool("y"), assistant("No."), user("z")]
+    structure = set[str]()
+    for messages, tools in ((talk[:1], None), (talk, [TOOL]), ([{"role": "system", "content": "s"}, *talk[:1]], None)):
+        try:
+            structure |= {name for _, name in codec.controls(template.render(messages, tools))}
+        except ConfigurationError:
+            continue
+    if not isinstance(form, Tagged):
+        return codec.tags - structure - form.markers
+    return (codec.tags - structure) | form.markers
+
+
 def _refusal(template: ChatTemplate) -> str | None:
     for messages, tools in (([user("x")], None), ([user("x")], [TOOL])):
         try:
@@ -103,15 +121,12 @@ def generation_text(template: ChatTemplate, codec: Codec) -> str:
         return ""
     if text.startswith(bare):
         return text[len(bare) :]
-    # Some write another ending instead (Phi-3: the EOS token): what follows the last whole control token in common.
-    both, other = codec.segments(text), codec.segments(bare)
-    same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(both, other, strict=False)))
-    left, right = both[same:], other[same:]
-    if left and right and isinstance(left[0], str) and isinstance(right[0], str) and left[0].startswith(right[0]):
-        left[0] = left[0][len(right[0]) :]
-    elif left and not (isinstance(left[0], int) and all(isinstance(s, int) for s in right)):
-        return ""
-    return codec.text_of(left)
+    # Some write another ending instead (Phi-3: the EOS token): what follows the beginning that both share, which does
+    # not end inside a control token.
+    shared = next((n for n, (a, b) in enumerate(zip(text, bare, strict=False)) if a != b), min(len(text), len(bare)))
+    for one in (text, bare):
+        shared = min([at for at, name in codec.controls(one) if at < shared < at + len(name)], default=shared)
+    return text[shared:]
 
 
 def _learn_thinking(template: ChatTemplate, codec: Codec, generation: str) -> tuple[Think, bool]:
@@ -135,7 +150,7 @@ def _learn_thinking(template: ChatTemplate, codec: Codec, generation: str) -> tu
 
 
 def _learn_calls(
-    template: ChatTemplate, think: Think, generation: str, more: tuple[TurnFormat, ...]
+    template: ChatTemplate, codec: Codec, think: Think, generation: str, more: tuple[TurnFormat, ...]
 ) -> tuple[TurnFormat, bool]:
     """The format in which a rendered call can be read back, and whether there is one; sets the shape it needs.
 
@@ -149,31 +164,39 @@ def _learn_calls(
         for short_ids, json_arguments, no_content in itertools.product((False, True), repeat=3):
             template.shape = replace(started, json_arguments=json_arguments, no_content=no_content, short_ids=short_ids)
             for form in (*TURNS, *(Tagged(think, calls) for calls in CALLS), *more):
-                if _reads_back(template, form, turn, arguments):
+                if _reads_back(template, codec, form, turn, arguments):
                     return form, True
     template.shape = started
     return next((form for form in TURNS if _says_it(template, form)), Tagged(think, None)), False
 
 
-def _turn_text(template: ChatTemplate, messages: list[Message], tools: Tools) -> str | None:
-    """The text of the last turn of `messages`, from the end of its prompt; None where that cannot be told."""
+def _turn_text(template: ChatTemplate, messages: list[Message], tools: Tools) -> tuple[str | None, bool]:
+    """The text of the last turn of `messages` to the end, and whether it begins at the end of its prompt (else
+    somewhere before the turn); None where that cannot be told."""
     try:
         prompt, text = template.render(messages[:-1], tools), template.render(messages, tools, generate=False)
     except ConfigurationError:
-        return None
+        return None, False
     if text.startswith(prompt):
-        return text[len(prompt) :]
+        return text[len(prompt) :], True
     # The generation prompt may differ from the beginning of a written turn (a think block that is not written back).
     at = text.find(MARK)
-    return text[at + len(MARK) :] if at >= 0 else None
+    return (text[at + len(MARK) :], False) if at >= 0 else (None, False)
 
 
-def _reads_back(template: ChatTemplate, form: TurnFormat, turn: Message, arguments: dict[str, Any]) -> bool:
-    text = _turn_text(template, [user(MARK), turn], [TOOL])
+def _reads_back(
+    template: ChatTemplate, codec: Codec, form: TurnFormat, turn: Message, arguments: dict[str, Any]
+) -> bool:
+    """True where the call is read from the turn, and nothing is left of the turn but its reasoning."""
+    text, alone = _turn_text(template, [user(MARK), turn], [TOOL])
     if text is None:
         return False
+    if alone:
+        text = text[: next((at for at, name in codec.controls(text) if name not in form.markers), len(text))]
     thought = "reasoning_content" in turn and turn["reasoning_content"] in text
     read = form.read(text, _SCHEMAS, opened=thought and _opened(form, text), start=0)
+    if alone and read.message["content"].strip():
+        return False
     return [(c.name, c.arguments, c.error) for c in read.calls] == [("probe_tool", arguments, None)]
 
 
@@ -183,14 +206,14 @@ def _opened(form: TurnFormat, text: str) -> bool:
 
 def _says_it(template: ChatTemplate, form: TurnFormat) -> bool:
     """True where a whole-turn format finds exactly the words of an answer."""
-    text = _turn_text(template, [user(MARK), assistant("Yes, it is.")], None)
+    text, _ = _turn_text(template, [user(MARK), assistant("Yes, it is.")], None)
     if text is None or not any(marker in text for marker in form.markers):
         return False
     return form.read(text, None, opened=False, start=0).message["content"] == "Yes, it is."
 
 
 def _writes_several(template: ChatTemplate, form: TurnFormat) -> bool:
-    text = _turn_text(template, [user(MARK), assistant(calls=2)], [TOOL])
+    text, _ = _turn_text(template, [user(MARK), assistant(calls=2)], [TOOL])
     if text is None:
         return False
     read = form.read(text, _SCHEMAS, opened=False, start=0)

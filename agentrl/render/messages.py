@@ -35,6 +35,11 @@ def flatten(content: Any) -> str:
         return str(content)
     texts: list[str] = []
     for block in content:
+        if isinstance(block, str):
+            texts.append(block)
+            continue
+        if not isinstance(block, dict):
+            raise ConfigurationError(f"A message's content holds {block!r:.60}; use text or content blocks.")
         kind = block.get("type", "text")
         if kind != "text":
             raise ConfigurationError(
@@ -69,6 +74,25 @@ def check_order(messages: Sequence[Message], calls_in: Callable[[str], bool]) ->
             )
 
 
+def check_shown(messages: Sequence[Message], rendered: str, guard: Callable[[str], str]) -> None:
+    """No message of an unusual role, or a system message in an unusual place, was left out of the prompt.
+
+    Raises:
+        ConfigurationError: Names the message that the template drops.
+    """
+    for i, message in enumerate(messages):
+        role, content = message["role"], message.get("content")
+        usual = role in ("user", "assistant", "tool") or (role == "system" and i == 0)
+        if usual or not isinstance(content, str) or not content.strip():
+            continue
+        words = guard(content).strip()
+        if words not in rendered and json.dumps(words, ensure_ascii=False)[1:-1] not in rendered:
+            raise ConfigurationError(
+                f"The chat template leaves messages[{i}] (role '{role}') out of the prompt. Use the roles that it "
+                "knows: one system message at the beginning, then user, assistant and tool."
+            )
+
+
 def normalise_arguments(arguments: Any, name: str) -> dict[str, Any]:
     """Arguments of a recorded call as a dict; datasets store them as JSON strings too, and nothing as "" or None."""
     if isinstance(arguments, str) and arguments.strip():
@@ -87,6 +111,18 @@ def normalise_arguments(arguments: Any, name: str) -> dict[str, Any]:
     return arguments
 
 
+def check_schemas(tools: Sequence[Any]) -> None:
+    """Every tool is a schema with a name.
+
+    Raises:
+        ConfigurationError: Names the one that is not.
+    """
+    for i, tool in enumerate(tools):
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ConfigurationError(f"tools[{i}] must be a JSON schema of a function with a name, not {tool!r:.80}.")
+
+
 _KEPT_NULLS = frozenset({"default", "const", "example"})
 
 
@@ -97,6 +133,9 @@ def without_nulls(schema: Any) -> Any:
     {'type': 'object', 'properties': {'a': {'type': 'string'}}}
     """
     if isinstance(schema, dict):
+        # A tool without a description is written with an empty one: templates add texts to it.
+        if schema.get("description", "") is None and "name" in schema:
+            schema = schema | {"description": ""}
         return {k: without_nulls(v) for k, v in schema.items() if v is not None or k in _KEPT_NULLS}
     return [without_nulls(v) for v in schema] if isinstance(schema, list | tuple) else schema
 
@@ -115,11 +154,11 @@ def guard_json(value: Any, codec: Codec) -> Any:
 def prepare(message: Message, codec: Codec, trusted: frozenset[str], shape: Shape) -> Message:
     """The message as the template expects it, with no control token spelled in it.
 
-    `trusted` tokens (think and call tags, and others that are not special) stay what they are in system and assistant
-    messages: those are written by the author of the run or by the policy. User and tool messages are never trusted.
+    `trusted` tokens (the tags of reasoning and calls) stay what they are in assistant messages, which the policy or the
+    author of an example wrote. No other role is trusted.
     """
     role = message["role"]
-    allowed = trusted if role in ("system", "assistant", "developer") else frozenset[str]()
+    allowed = trusted if role == "assistant" else frozenset[str]()
     out: Message = {"role": role, "content": _guard_content(message.get("content"), codec, allowed, shape)}
     for key, value in message.items():
         if value is None or key in ("role", "content", "tool_calls"):
@@ -150,8 +189,10 @@ def _guard_content(content: Any, codec: Codec, allowed: frozenset[str], shape: S
 
 
 def _prepare_call(call: dict[str, Any], codec: Codec, shape: Shape) -> dict[str, Any]:
-    function = call.get("function") or call
-    name = function.get("name") or ""
+    function = (call.get("function") or call) if isinstance(call, dict) else {}
+    name = function.get("name")
+    if not isinstance(name, str) or not name:
+        raise ConfigurationError(f"A recorded call has no name of a tool: {call!r:.80}.")
     arguments = guard_json(normalise_arguments(function.get("arguments"), name), codec)
     made = {
         "name": codec.guard(name),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import secrets
 from typing import Any
 
 from agentrl.errors import ConfigurationError
@@ -10,7 +11,7 @@ from agentrl.render.formats import Think
 from agentrl.render.template import ChatTemplate, Tools
 from agentrl.types import Message
 
-MARK = "zqmarkqz"
+MARK = f"zq{secrets.token_hex(6)}qz"  # nobody else can write it
 TOOL: dict[str, Any] = {
     "type": "function",
     "function": {

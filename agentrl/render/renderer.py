@@ -3,37 +3,29 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from agentrl.errors import ConfigurationError
+from agentrl.errors import ConfigurationError, SamplerError
 from agentrl.render import probe
 from agentrl.render.bridge import Bridge
-from agentrl.render.choose import GENERIC, Choice, Verdict, choose
+from agentrl.render.choose import Verdict, choose
 from agentrl.render.codec import Codec, Segment
 from agentrl.render.drift import drift_between
 from agentrl.render.formats import THINKS, Schemas, Tagged, TurnFormat
+from agentrl.render.heads import Heads
 from agentrl.render.images import Images, Media, tokenizer_and_processor
 from agentrl.render.learn import Behaviour
-from agentrl.render.messages import check_order
+from agentrl.render.messages import check_order, check_schemas, check_shown
 from agentrl.render.probe import Style
+from agentrl.render.spelled import Markers
 from agentrl.render.template import ChatTemplate, Tools
+from agentrl.render.usable import Complaints
 from agentrl.types import Message, ParsedTurn, Prompt
 
-log = logging.getLogger(__name__)
 _CACHED = 1024
 _TAIL = 24  # tokens at the end of a prompt that can hold a tag of reasoning
-
-
-@dataclass(frozen=True, slots=True)
-class _Head:
-    """How prompts with one set of tools begin."""
-
-    ids: tuple[list[int], ...]  # up to the last control token before the first user's text; one of these ways
-    tail: str  # the text after that, up to the user's
-    usual: bool  # the generation prompt is the template's usual one
 
 
 class Renderer:
@@ -58,67 +50,40 @@ class Renderer:
         with_tools: bool = True,
     ) -> None:
         tokenizer, processor = tokenizer_and_processor(tokenizer)
-        self._codec = Codec(tokenizer)
+        says = Complaints(tokenizer, chat_template)
+        says.of_arguments(chat_template, chat_template_kwargs, getattr(tokenizer, "chat_template", None))
+        self._codec = codec = Codec(tokenizer)
         self._latest: tuple[list[Message], Tools, Media, list[int]] | None = None  # the last first prompt
-        self._model = str(getattr(tokenizer, "name_or_path", "") or "")
         kwargs = dict(chat_template_kwargs or {})
-        choice, self.original_template = choose(
-            tokenizer, self._codec, kwargs, chat_template, with_tools=with_tools, processor=processor
+        choice, self.original_template = says.around(
+            lambda: choose(tokenizer, codec, kwargs, chat_template, with_tools=with_tools, processor=processor)
         )
         self._choice = choice
         self._images = Images(
             processor,
-            self._codec,
+            codec,
             lambda talk: self._ready()[0].render(talk, generate=False),
-            self._model or "the tokenizer",
+            says.model or "the tokenizer",
         )
+        self.verdict = choice.verdict if choice else Verdict(False, "the tokenizer has no chat template", "none")
+        if with_tools:
+            says.of_tools(choice)
+        self._bridge = self._heads = None
         if choice is not None:
             choice.template.trusted -= self._images.tokens
-        self.verdict = choice.verdict if choice else Verdict(False, "the tokenizer has no chat template", "none")
-        self._asked = chat_template is not None
-        if with_tools:
-            self._check_tools(choice)
-        self._bridge = None
-        if choice is not None and choice.verdict.preserving:
-            self._bridge = Bridge(choice.template, self._codec, choice.behaviour)
-        self._heads: dict[tuple[str, str | None], _Head] = {}
+            self._bridge = Bridge(choice.template, codec, choice.behaviour)
+            self._heads = Heads(choice.template, codec, choice.behaviour, self._with_bos)
         self._faults: dict[str, str | None] = {}  # per set of tools: why its prompts cannot be bridged
         self._schemas: tuple[Tools, Schemas] = (None, {})
         eos = getattr(tokenizer, "eos_token_id", None)
         ends = sorted(choice.behaviour.ends) if choice else []
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(i for i in (*ends, eos) if i is not None))
-        visible = self._codec.tags | (choice.behaviour.form.markers if choice else frozenset())
-        self._hidden_ids = self._codec.control_ids - {self._codec.control.get(token) for token in visible}
+        markers = choice.behaviour.form.markers if choice else frozenset[str]()
+        self._markers = Markers(codec, markers)
+        self._hidden_ids = codec.control_ids - {codec.control.get(token) for token in codec.tags | markers}
         self._hidden_ids |= frozenset(ends)
 
     # --- construction ------------------------------------------------------------------
-    def _check_tools(self, choice: Choice | None) -> None:
-        who = f"The chat template of {self._model}" if self._model else "The tokenizer's chat template"
-        if self._asked and self.verdict.template == "custom":
-            who = "The given chat_template"
-        ask = (
-            "Pass a chat_template that writes tools, and calls as "
-            '<tool_call>{"name": ..., "arguments": {...}}</tool_call>.'
-        )
-        if choice is None:
-            raise ConfigurationError(f"{who} is missing, and conversations with tools need one. {ask}")
-        if not choice.behaviour.calls:
-            if choice.behaviour.refusal:
-                raise ConfigurationError(f"{who} cannot be used: {choice.behaviour.refusal}. {ask}")
-            raise ConfigurationError(f"{who} writes tool calls in no form that agentrl can read. {ask}")
-        if not choice.behaviour.reads_tools and not self._asked:
-            raise ConfigurationError(f"{who} leaves tools out of the prompt. {ask}")
-        if not choice.behaviour.reads_tools:
-            log.warning("%s leaves tools out of the prompt: your prompts must describe them.", who)
-        if not choice.verdict.preserving:
-            log.warning("%s rewrites history (%s): turns that it rewrites fork.", who, choice.verdict.why)
-        if choice.verdict.template in GENERIC:
-            log.warning(
-                "%s does not write tools: agentrl describes them in the system message and reads calls as "
-                '<tool_call>{"name": ..., "arguments": {...}}</tool_call>. Pass a chat_template for another form.',
-                who,
-            )
-
     def _ready(self) -> tuple[ChatTemplate, Behaviour]:
         if self._choice is None:
             raise ConfigurationError(
@@ -170,7 +135,9 @@ class Renderer:
         messages, media = self._images.take(messages)
         if self._latest is None or self._latest[:3] != (messages, tools, media):  # a group's members begin alike
             check_order(messages, lambda text: bool(like.form.read(text, {}, opened=False, start=0).calls))
-            text = self._images.fill(template.render(messages, tools), messages, media)
+            rendered = template.render(messages, tools)
+            check_shown(messages, rendered, lambda content: self._codec.guard(content))
+            text = self._images.fill(rendered, messages, media)
             ids = self._with_bos(self._codec.encode(text))
             self._latest = (copy.deepcopy(list(messages)), tools, media, ids)
         return list(self._latest[3])
@@ -202,12 +169,13 @@ class Renderer:
         if turn.get("role") != "assistant":
             raise ValueError(f"messages[{new_from - 1}] must be the assistant turn that was sampled last.")
         messages, shown = self._images.take(messages, media)
-        if self._bridge is None:
-            return self._whole(held_ids, messages, tools, template, None, shown)
+        assert self._bridge is not None and self._heads is not None
+        if not self.verdict.preserving:
+            return self._whole(held_ids, messages, new_from, tools, None, shown)
         fault = self._fault(tools, template)
-        head = self._head_of(messages, tools, template)
-        if fault is None and not self._same_tools(held_ids, messages, head):
-            fault = "the tools of this conversation changed"
+        head = self._heads.of(messages, tools)
+        if fault is None and not self._heads.fits(head, held_ids, messages):
+            fault = "the tools of this conversation changed: the held prompt does not begin as one with these tools"
         if fault is None and head.usual:
             new, images = messages[new_from:], shown[len(media) :]
             fill = (lambda text: self._images.fill(text, new, images)) if images else None
@@ -217,7 +185,7 @@ class Renderer:
                 # sampled token and is not trained.
                 at = 1 if held_ids and held_ids[-1] == suffix[0] else 0
                 return Prompt([*held_ids, *(suffix[at:] if at else suffix)], media=shown)
-        return self._whole(held_ids, messages, tools, template, fault, shown)
+        return self._whole(held_ids, messages, new_from, tools, fault, shown)
 
     def _fault(self, tools: Tools, template: ChatTemplate) -> str | None:
         """None where prompts with these very tools continue what is held; the verdict was found with other ones."""
@@ -230,51 +198,20 @@ class Renderer:
             self._faults[key] = found and f"with these tools the chat template rewrites history ({found})"
         return self._faults[key]
 
-    def _same_tools(self, held: list[int], messages: Sequence[Message], head: _Head) -> bool:
-        """True where the held prompt begins as a prompt with these tools does."""
-        begins = next((ids for ids in head.ids if held[: len(ids)] == ids), None)
-        if begins is None or not self._ready()[1].reads_tools:
-            return begins is not None or not self._ready()[1].reads_tools
-        if not head.tail or messages[1 if _leads(messages) else 0]["role"] != "user":
-            return True
-        text = self._codec.decode(held[len(begins) : len(begins) + len(head.tail)])
-        return text.lstrip().startswith(head.tail.lstrip())
-
-    def _head_of(self, messages: Sequence[Message], tools: Tools, template: ChatTemplate) -> _Head:
-        """How a prompt with these tools, and this system message, begins and ends."""
-        lead = [messages[0]] if _leads(messages) else []
-        content = lead[0].get("content") if lead else None
-        key = (template.tools_key(tools), content if content is None or isinstance(content, str) else repr(content))
-        known = self._heads.get(key)
-        if known is None:
-            if len(self._heads) >= _CACHED:
-                self._heads.clear()
-            known = self._heads[key] = self._make_head(lead, tools, template)
-        return known
-
-    def _make_head(self, lead: list[Message], tools: Tools, template: ChatTemplate) -> _Head:
-        mark = "zqheadqz"
-        text = template.render([*lead, probe.user(mark)], tools)
-        usual = text.endswith(self._ready()[1].generation)
-        text = text[: text.index(mark)] if mark in text else ""
-        cut = max((at + len(name) for at, name in self._codec.controls(text)), default=0)
-        head, tail = text[:cut], text[cut:]
-        # What follows the last control token is encoded together with the user's text, so it is compared as text.
-        # Two ways, where tokens swallow the space around them: a text that spells control tokens is encoded in parts.
-        ways = (self._codec.encode(head), self._codec.encode_segments(self._codec.segments(head)))
-        return _Head(tuple(self._with_bos(ids) for ids in ways), "".join(map(str, self._codec.segments(tail))), usual)
-
     def _whole(
         self,
         held: list[int],
         messages: Sequence[Message],
+        new_from: int,
         tools: Tools,
-        template: ChatTemplate,
         why: str | None,
         media: Media,
     ) -> Prompt:
         """The conversation rendered as a whole; continues the held ids where its text continues theirs."""
-        rendered = self._images.fill(template.render(messages, tools), messages, media)
+        try:
+            rendered = self._images.fill(self._ready()[0].render(messages, tools), messages, media)
+        except ConfigurationError as e:
+            return self._anyhow(held, messages, new_from, tools, media, e)
         segments = self._codec.segments(rendered)
         text, before = self._codec.text_of(segments), self._codec.decode(held)
         bos = self._codec.bos_id
@@ -286,10 +223,33 @@ class Renderer:
         ids = self._with_bos(self._codec.encode(rendered))
         return Prompt(ids, drift_between(held, ids, why or self._why_rewritten(), self.decode), media)
 
+    def _anyhow(
+        self,
+        held: list[int],
+        messages: Sequence[Message],
+        new_from: int,
+        tools: Tools,
+        media: Media,
+        refused: ConfigurationError,
+    ) -> Prompt:
+        """The held ids and what follows a turn like the sampled one, where the template refuses that turn itself.
+
+        Policies write turns that a template's author did not think of; that is no reason to stop a run.
+        """
+        assert self._bridge is not None
+        turn, new = messages[new_from - 1], messages[new_from:]
+        call = {"role": "assistant", "content": "", "tool_calls": [{}]}
+        bare = {key: value for key, value in turn.items() if key not in ("reasoning_content", "content")}
+        for like in (turn, bare, call | {"reasoning_content": "Hm."}, call):
+            suffix = None if media else self._bridge.ids(like, new, tools)
+            if suffix is not None:
+                return Prompt([*held, *suffix[held[-1:] == suffix[:1] :]], media=media)
+        raise SamplerError(f"The conversation cannot go on after this turn: {refused}") from refused
+
     def _why_rewritten(self) -> str:
         if self.verdict.preserving:
             return "the template writes these messages in a way that no check covers"
-        return f"the chat template rewrites history ({self.verdict.why})"
+        return f"the chat template rewrites history (seen at construction: {self.verdict.why})"
 
     # --- turns -------------------------------------------------------------------------
     def parse(
@@ -305,7 +265,12 @@ class Renderer:
         if prompt_ids is not None and self._choice is not None:
             style = self._style_after(prompt_ids, self._choice.behaviour)
         opened = style is Style.OPEN
-        turn = form.read(self.plain_text(output_ids), self._names(tools), opened=opened, start=start)
+        schemas, text = self._names(tools), self.plain_text(output_ids)
+        if self._markers.spelled(text, output_ids):
+            shown = [i for i in output_ids if i not in self._hidden_ids]
+            turn = self._markers.read(shown, lambda text: form.read(text, schemas, opened=opened, start=start))
+        else:
+            turn = form.read(text, schemas, opened=opened, start=start)
         if self._choice is not None and self._choice.behaviour.calls and not self._choice.behaviour.several:
             turn = _first_call_only(turn)
         # The prompt closed an empty think block: the turn says so, so that it renders the same.
@@ -323,6 +288,7 @@ class Renderer:
         if not tools:
             return None
         if self._schemas[0] is not tools:
+            check_schemas(tools)
             functions = [tool.get("function", tool) for tool in tools]
             self._schemas = (tools, {f["name"]: f.get("parameters") or {} for f in functions})
         return self._schemas[1]
@@ -340,10 +306,6 @@ class Renderer:
     def max_token_chars(self) -> int:
         """A text of n characters has at least n / max_token_chars() tokens; sys.maxsize where that cannot be known."""
         return self._codec.longest_token
-
-
-def _leads(messages: Sequence[Message]) -> bool:
-    return messages[0]["role"] in ("system", "developer")
 
 
 def _first_call_only(turn: ParsedTurn) -> ParsedTurn:

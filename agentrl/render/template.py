@@ -9,7 +9,7 @@ from typing import Any
 from agentrl.errors import ConfigurationError
 from agentrl.render.codec import Codec
 from agentrl.render.jinja_env import compile_template
-from agentrl.render.messages import Shape, guard_json, prepare, without_nulls
+from agentrl.render.messages import Shape, check_schemas, guard_json, prepare, without_nulls
 from agentrl.types import Message
 
 Tools = Sequence[dict[str, Any]] | None
@@ -46,7 +46,7 @@ class ChatTemplate:
     ) -> None:
         self.text = text
         self.shape = shape or Shape()
-        self.trusted: frozenset[str] = codec.tags  # the markers of its format are added once that is known
+        self.trusted: frozenset[str] = frozenset()  # the tags of its format, once that is known
         self._render = compile_template(text)
         self._codec = codec
         self._own, self._generation = own, generation
@@ -65,6 +65,7 @@ class ChatTemplate:
         ids = tuple(map(id, tools))
         entry = self._tools.get(ids)
         if entry is None:
+            check_schemas(tools)
             if len(self._tools) >= _TOOL_SETS:
                 self._tools.clear()
             guarded: list[dict[str, Any]] = guard_json(without_nulls(list(tools)), self._codec)

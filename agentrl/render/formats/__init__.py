@@ -19,7 +19,6 @@ THINKS: tuple[Think, ...] = (
     Think("<|channel>thought\n", "<channel|>"),  # Gemma 4
     Think("<|START_THINKING|>", "<|END_THINKING|>"),  # Command A
     Think("[THINK]", "[/THINK]"),  # Magistral
-    Think("<seed:think>", "</seed:think>"),
 )
 CALLS: tuple[CallFormat, ...] = (
     Hermes(),
