@@ -6,6 +6,7 @@ arguments the trainer passes, and returns one number per completion (None: not s
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,13 +15,14 @@ from agentrl.errors import ConfigurationError, MissingDependency
 
 __all__ = [
     "accuracy_reward",
+    "get_cosine_scaled_reward",
     "get_repetition_penalty_reward",
     "get_soft_overlong_punishment",
     "think_format_reward",
 ]
 
 Completion = str | list[dict[str, Any]]
-RewardFunction = Callable[..., list[float]]
+RewardFunction = Callable[..., Sequence[float | None]]
 
 
 def think_format_reward(completions: Sequence[Completion], **kwargs: Any) -> list[float]:
@@ -108,6 +110,39 @@ def get_repetition_penalty_reward(ngram_size: int, max_penalty: float) -> Reward
         return rewards
 
     return repetition_penalty_reward
+
+
+def get_cosine_scaled_reward(
+    max_len: int, min_value_wrong: float = -1.0, max_value_wrong: float = -0.5, min_value_correct: float = 0.5,
+    max_value_correct: float = 1.0,
+) -> RewardFunction:  # fmt: skip
+    """A reward function that prefers short right answers, and long wrong ones to short wrong ones.
+
+    The cosine reward of "Demystifying Long Chain-of-Thought Reasoning" (arXiv 2502.03373). With L tokens in the
+    completion and c = (1 + cos(pi x min(L / max_len, 1))) / 2, which falls from 1 to 0: a right answer gets
+    min_value_correct + c x (max_value_correct - min_value_correct), a wrong one max_value_wrong + c x (min_value_wrong
+    - max_value_wrong). Right and wrong, or None, is what `accuracy_reward` says. L is the length of the completion's
+    ids, tool results included. Raises ConfigurationError for a max_len below 1 and a minimum above its maximum.
+    """
+    if max_len < 1:
+        raise ConfigurationError(f"max_len must be at least 1; it is {max_len}.")
+    bounds = {"wrong": (min_value_wrong, max_value_wrong), "correct": (min_value_correct, max_value_correct)}
+    for kind, (low, high) in bounds.items():
+        if low > high:
+            raise ConfigurationError(f"min_value_{kind} ({low}) must not be above max_value_{kind} ({high}).")
+
+    def cosine_scaled_reward(
+        completions: Sequence[Completion], solution: Sequence[str | None], completion_ids: Sequence[Sequence[int]],
+        **kwargs: Any,
+    ) -> list[float | None]:  # fmt: skip
+        rewards: list[float | None] = []
+        for right, ids in zip(accuracy_reward(completions, solution), completion_ids, strict=True):
+            c = (1 + math.cos(math.pi * min(len(ids) / max_len, 1.0))) / 2
+            short, long = (max_value_correct, min_value_correct) if right else (min_value_wrong, max_value_wrong)
+            rewards.append(None if right is None else long + c * (short - long))
+        return rewards
+
+    return cosine_scaled_reward
 
 
 def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> RewardFunction:

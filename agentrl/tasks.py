@@ -34,6 +34,7 @@ class TaskSource:
         environments: Names a row's ``environment`` column may hold; None where one environment plays every row.
         prompt_required: Whether a row must have a ``prompt`` (no environment writes it).
         order_seed: Seed of the order alone (the trainer's `data_seed`); None takes `seed`.
+        columns: The only columns that a task has; None: all.
 
     Raises:
         ConfigurationError: Empty data, a missing column, or an unknown environment name (all bad values are listed).
@@ -48,12 +49,14 @@ class TaskSource:
         environments: Sequence[str] | None = None,
         prompt_required: bool = True,
         order_seed: int | None = None,
+        columns: Sequence[str] | None = None,
     ) -> None:
         self._data: Any = data
         self._seed, self._shuffle = seed, shuffle
         self._order_seed = seed if order_seed is None else order_seed
         self._environments, self._prompt_required = environments, prompt_required
-        self.size: int | None = len(self._data) if _is_sized(data) else None
+        self._chosen = columns
+        self.size: int | None = len(self._data) if is_sized(data) else None
         self._order: tuple[int, np.ndarray] | None = None
         self._stream: Iterator[dict[str, Any]] | None = None
         self._stream_at = self._stream_epoch = 0
@@ -80,6 +83,8 @@ class TaskSource:
 
     def _make(self, index: int, epoch: int, row: dict[str, Any], lap: int = 0) -> Task:
         self._check_row(row, index)
+        if self._chosen is not None:
+            row = {name: row[name] for name in self._chosen if name in row}
         seed = derive_seed(self._seed, epoch, index, lap) if lap else derive_seed(self._seed, epoch, index)
         return Task(index, epoch, seed, row, row.get("environment") if self._environments is not None else None)
 
@@ -162,12 +167,13 @@ class TaskSource:
         return f"Unknown environment name(s) in the dataset's 'environment' column: {shown}. Known: {known}."
 
 
-def _is_sized(data: Any) -> bool:
+def is_sized(data: Any) -> bool:
+    """Rows can be asked for by number; anything else is read as a stream."""
     return hasattr(data, "__len__") and hasattr(data, "__getitem__")
 
 
 def _check_kind(data: Any) -> None:
-    if data is None or (not isinstance(data, (str, bytes, Mapping)) and (_is_sized(data) or hasattr(data, "__iter__"))):
+    if data is None or (not isinstance(data, (str, bytes, Mapping)) and (is_sized(data) or hasattr(data, "__iter__"))):
         return
     hint = ""
     if isinstance(data, Mapping) and data:

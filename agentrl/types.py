@@ -6,6 +6,7 @@ Shapes in comments: T tokens of one turn or sequence, G rollouts of a group.
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -29,9 +30,9 @@ class SamplingParams:
     repetition_penalty: float = 1.0
 
     @property
-    def is_plain(self) -> bool:
-        """True when recorded log-probs are those of softmax(logits / temperature)."""
-        return self.top_p == 1.0 and self.top_k == 0 and not self.min_p and self.repetition_penalty == 1.0
+    def truncates(self) -> bool:
+        """True when tokens are drawn from a set of candidates, and log-probs are of the distribution over them."""
+        return self.temperature != 0 and (self.top_p < 1.0 or self.top_k > 0 or bool(self.min_p))
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,7 @@ class SampleRequest:
     conversation_id: str  # a sampler may keep a cache under this id until `release`
     stop_ids: tuple[int, ...] = ()
     media: tuple[Any, ...] = ()  # the images among `prompt_ids`, in order, as the renderer made them
+    num_sampler_logprobs: int = 0  # how many of the most likely tokens at each position are wanted, for score centering
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,8 @@ class SampleOutput:
     finish_reason: Literal["stop", "length"]
     version: int = 0  # of the weights that drew it
     message: Message | None = None
+    sampling_mask: Sequence[Sequence[int]] | None = None  # [T] the ids it was drawn from; empty, or None: all
+    sampler_logprobs: Sequence[Mapping[int, float]] | None = None  # [T] of the `num_sampler_logprobs` most likely ids
 
 
 class Sampler(Protocol):
@@ -195,6 +199,8 @@ class TurnRecord:
     drift: Drift | None = None
     seconds: float = 0.0
     media: tuple[Any, ...] = ()  # the images among `prompt_ids`, in order
+    output_sampling_mask: Sequence[Sequence[int]] | None = None  # [T] candidate ids, as in `SampleOutput`
+    output_sampler_logprobs: Sequence[Mapping[int, float]] | None = None  # [T] as in `SampleOutput`
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +212,9 @@ class TrainingSequence:
     old_log_probs: list[float]  # [T] the sampler's; NaN where the mask is False
     version: int = 0  # oldest weights among its trained tokens
     media: tuple[Any, ...] = ()  # the images among `input_ids`, in order
+    # One entry per trained token (N of them), in order; None where no turn has any:
+    sampling_mask: Sequence[Sequence[int]] | None = None  # [N] candidate ids; empty: the whole vocabulary
+    sampler_logprobs: Sequence[Mapping[int, float]] | None = None  # [N] the sampler's most likely ids; empty: none
 
 
 @dataclass(frozen=True, slots=True)

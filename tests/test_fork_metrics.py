@@ -9,7 +9,7 @@ import pytest
 
 from agentrl.record import episode_to_dict, rollout_from_dict
 from agentrl.rollout.sequences import rendered_again, to_sequences
-from agentrl.train.metrics import MetricWindow, add_rollout_metrics
+from agentrl.train.metrics import MetricWindow, Reported, add_rollout_metrics
 from agentrl.types import Drift, Outcome, Rollout, RolloutGroup, Task, TurnRecord
 from agentrl.view.transcript import transcript_text
 
@@ -56,7 +56,7 @@ def test_equal_ids_of_other_images_are_a_fork() -> None:
 
 def logged(*groups: RolloutGroup) -> dict[str, float]:
     window = MetricWindow()
-    add_rollout_metrics(window, groups, has_tools=True)
+    add_rollout_metrics(window, groups, Reported(frozenset({"push"})))
     return MetricWindow.values([window.state()])
 
 
@@ -89,7 +89,7 @@ def test_windows_of_several_ranks_join_by_transition() -> None:
     states = []
     for turns in (WOBBLE, [turn([1], [2]), turn([1, 2, 3], [4])]):
         window = MetricWindow()
-        add_rollout_metrics(window, [group(rollout(turns))], has_tools=False)
+        add_rollout_metrics(window, [group(rollout(turns))], Reported())
         states.append(window.state())
     got = MetricWindow.values(states)
     assert got["rollout/fork_frac"] == 0.5 and got["rollout/drift_tokens_mean"] == 9 / 4

@@ -130,11 +130,77 @@ def test_tiny_tails_and_padding_stay_finite():
     assert padded[0, 0].item() == short.item()
 
 
-def test_a_head_token_that_the_policy_cannot_draw_does_not_poison_the_loss():
+def brute_force(logits_TV, log_q_TV, targets, advantages, head, clip_min, clip_max):
+    """The loss of each token from the whole distributions, with loops, the sampler's tail proportional to p."""
+    total = logits_TV.new_zeros(())
+    for logits_V, log_q_V, y, advantage in zip(logits_TV, log_q_TV, targets, advantages, strict=True):
+        log_p_V = logits_V - logits_V.exp().sum().log()
+        p, q = log_p_V.exp().tolist(), log_q_V.exp().tolist()
+        top = sorted(range(len(q)), key=lambda v: -q[v])[:head]
+        tail_p, tail_q = 1 - sum(p[v] for v in top), 1 - sum(q[v] for v in top)
+        inside = [v in top for v in range(len(q))]
+        assumed = [q[v] if inside[v] else p[v] * tail_q / tail_p for v in range(len(q))]  # proportional tail
+
+        def weight(ratio):
+            return ratio if clip_min <= ratio <= clip_max else 0.0
+
+        total = total - advantage * weight(p[y] / q[y]) * log_p_V[y]
+        for v in range(len(q)):
+            total = total + advantage * assumed[v] * weight(p[v] / assumed[v]) * log_p_V[v]
+    return total
+
+
+@pytest.mark.parametrize("head", [1, 3, 6, 7])
+@pytest.mark.parametrize("bounds", [(0.5, 5.0), (0.9, 1.2), (0.0, math.inf)])
+def test_gradients_are_those_of_the_whole_vocabulary_by_brute_force(head, bounds):
+    """Five tokens over seven ids in float64; a head of seven is the exact correction."""
+    draw = torch.Generator().manual_seed(head)
+    logits = torch.randn(5, 7, generator=draw, dtype=torch.float64, requires_grad=True)
+    log_q = (logits.detach() + 0.4 * torch.randn(5, 7, generator=draw, dtype=torch.float64)).log_softmax(-1)
+    targets, advantages = torch.tensor([0, 3, 6, 2, 2]), torch.tensor([1.0, -2.0, 0.5, 0.7, -0.1], dtype=torch.float64)
+    want = torch.autograd.grad(brute_force(logits, log_q, targets, advantages, head, *bounds), logits)[0]
+    log_p, top = logits.log_softmax(-1), log_q.topk(head, -1)
+    config = AsyncLossConfig(clip_min=bounds[0], clip_max=bounds[1])
+    terms = async_policy_loss(
+        log_p.gather(-1, targets[:, None])[:, 0], log_q.gather(-1, targets[:, None])[:, 0], advantages,
+        torch.zeros(5, dtype=torch.long), config,
+        head_log_probs_TH=log_p.gather(-1, top.indices), head_sampler_log_probs_TH=top.values,
+    )  # fmt: skip
+    got = torch.autograd.grad(terms.loss_T.sum(), logits, retain_graph=True)[0]
+    torch.testing.assert_close(got, want, atol=1e-12, rtol=1e-10)
+    assert terms.extras["sampler_mass_T"].tolist() == pytest.approx(top.values.exp().sum(-1).tolist())
+    if bounds == (0.9, 1.2):
+        uncentred = torch.autograd.grad(
+            -(advantages * terms.ratio_T * ~terms.extras["dropped_T"] * log_p.gather(-1, targets[:, None])[:, 0]).sum(),
+            logits,
+        )[0]
+        assert (uncentred - got).abs().max() > 0.01  # the correction bites
+
+
+@pytest.mark.parametrize("tail", [0.0, 1e-9, 1e-7, 2e-6, 1e-5])
+def test_a_tiny_tail_mass_gives_no_wild_gradient_in_float32(tail):
+    """1 - sum is rounding there: whatever the ratio of two tails reads, the logits' gradient is the exact one's."""
+    log_q = torch.tensor([[0.7, 0.3 - tail, tail]]).log()
+    start = torch.tensor([[0.6, 0.4, 3e-8]]).log()
+
+    def gradient(head: int) -> torch.Tensor:
+        logits = start.clone().requires_grad_()
+        log_p = logits.log_softmax(-1)
+        terms = async_policy_loss(
+            log_p[:, 0], log_q[:, 0], torch.ones(1), torch.tensor([0]), AsyncLossConfig(),
+            head_log_probs_TH=log_p[:, :head], head_sampler_log_probs_TH=log_q[:, :head],
+        )  # fmt: skip
+        return torch.autograd.grad(terms.loss_T.sum(), logits)[0]
+
+    torch.testing.assert_close(gradient(2), gradient(3), atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("clip_min", [0.5, 0.0, None])
+def test_a_head_token_that_the_policy_cannot_draw_does_not_poison_the_loss(clip_min):
     """Candidate sets (top-k) give log p = -inf to the rest; 0 x -inf would be NaN."""
     live = torch.tensor([[-0.1, -math.inf]], requires_grad=True)
     terms = async_policy_loss(
-        live[0, :1], torch.tensor([-0.2]), torch.ones(1), torch.tensor([0]), AsyncLossConfig(),
+        live[0, :1], torch.tensor([-0.2]), torch.ones(1), torch.tensor([0]), AsyncLossConfig(clip_min=clip_min),
         head_log_probs_TH=live, head_sampler_log_probs_TH=torch.tensor([[-0.2, -2.0]]),
     )  # fmt: skip
     terms.loss_T.sum().backward()

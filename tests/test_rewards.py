@@ -11,6 +11,7 @@ import pytest
 from agentrl.errors import ConfigurationError, MissingDependency
 from agentrl.rewards import (
     accuracy_reward,
+    get_cosine_scaled_reward,
     get_repetition_penalty_reward,
     get_soft_overlong_punishment,
     think_format_reward,
@@ -88,11 +89,29 @@ def test_soft_overlong_punishment_by_hand():
         (lambda: get_repetition_penalty_reward(2, 1.0), "max_penalty"),
         (lambda: get_soft_overlong_punishment(10, 11), "soft_punish_cache"),
         (lambda: get_soft_overlong_punishment(0, 0), "max_completion_len"),
+        (lambda: get_cosine_scaled_reward(0), "max_len"),
+        (lambda: get_cosine_scaled_reward(9, min_value_wrong=0.0), r"min_value_wrong \(0.0\) must not be above"),
+        (lambda: get_cosine_scaled_reward(9, max_value_correct=0.1), "max_value_correct"),
     ],
 )
 def test_impossible_numbers_are_refused(make, message):
     with pytest.raises(ConfigurationError, match=message):
         make()
+
+
+def test_cosine_scaled_reward_by_hand():
+    """At 0, 1/3, 1/2 and all of the length c is 1, 3/4, 1/2 and 0; beyond it stays 0."""
+    pytest.importorskip("math_verify")
+    reward = get_cosine_scaled_reward(max_len=12)
+    ids = [[1] * n for n in (0, 4, 6, 12, 99)]
+    right = reward(completions=["$4$"] * 5, solution=["4"] * 5, completion_ids=ids, prompts=["2+2"] * 5)
+    assert right == pytest.approx([1.0, 0.875, 0.75, 0.5, 0.5])
+    wrong = reward(completions=[said("$5$")] * 5, solution=["4"] * 5, completion_ids=ids)
+    assert wrong == pytest.approx([-1.0, -0.875, -0.75, -0.5, -0.5])
+    other = get_cosine_scaled_reward(10, -10.0, 0.0, 1.0, 2.0)
+    half = other(["$4$", "$5$", "4"], ["4", "4", None], [[1] * 5] * 3)
+    assert half == [pytest.approx(1.5), pytest.approx(-5.0), None]
+    assert reward.__name__ == "cosine_scaled_reward"
 
 
 def test_the_makers_give_functions_with_readable_names():

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.generation import logits_process as hf
 
-from agentrl.sampler.draw import draw, log_probs, sample, uniforms
+from agentrl.sampler.draw import draw, log_probs, pick, uniforms
 from agentrl.types import SamplingParams
 
 
@@ -66,7 +66,8 @@ def test_log_probs_by_hand() -> None:
 
 
 def test_greedy_takes_the_best_and_gives_its_unscaled_log_prob() -> None:
-    ids, log_prob = sample(torch.tensor([[1.0, 2.0, 0.0]]), SamplingParams(temperature=0.0), torch.tensor([0.0]))
+    greedy = SamplingParams(temperature=0.0)
+    ids, log_prob = pick(log_probs(torch.tensor([[1.0, 2.0, 0.0]]), greedy), greedy, torch.tensor([0.0]))
     assert ids.tolist() == [1]
     assert log_prob.item() == pytest.approx(2 - math.log(math.e + math.e**2 + 1), abs=1e-6)
 

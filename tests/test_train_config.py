@@ -17,6 +17,9 @@ from transformers import HfArgumentParser, TrainingArguments
 from agentrl.errors import ConfigurationError
 from agentrl.train.config import GRPOConfig
 from agentrl.train.options import UNAVAILABLE
+from agentrl.train.setup import make_renderer
+from tests.families import template_text
+from tests.families import tokenizer as family_tokenizer
 
 DOCUMENTED = json.loads((Path(__file__).parent / "data" / "grpo_config_defaults.json").read_text())
 FIELDS = {field.name: field for field in dataclasses.fields(GRPOConfig)}
@@ -36,7 +39,7 @@ def test_nothing_is_named_that_is_not_documented():
     own = set(FIELDS) - {field.name for field in dataclasses.fields(TrainingArguments)}
     assert own - set(DOCUMENTED) == {
         "record_episodes", "reset_timeout", "tool_timeout", "reward_timeout", "turn_timeout", "episode_timeout",
-        "rollout_attempts", "min_group_survivors", "max_failures_in_row",
+        "rollout_attempts", "min_group_survivors", "max_failures_in_row", "chat_template",
     }  # fmt: skip
     assert all(FIELDS[name].metadata.get("help") for name in own)
 
@@ -87,10 +90,9 @@ OTHER_VALUE: dict[str, Any] = {
     "pad_to_multiple_of": 8, "generation_kwargs": {"top_a": 1}, "cache_implementation": "static",
     "vllm_mode": "server", "vllm_model_impl": "transformers", "vllm_structured_outputs_regex": "a+",
     "vllm_server_base_url": "http://x", "vllm_server_host": "h", "vllm_max_model_length": 9,
-    "vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_clip_min": 0.1,
     "transformers_continuous_batching_config": {"x": 1}, "log_completions_hub_repo": "me/x",
     "neftune_noise_alpha": 5.0, "fsdp": "full_shard", "deepspeed": {"zero_optimization": {"stage": 2}},
-    "use_liger_kernel": True,
+    "use_liger_kernel": True, "train_sampling_strategy": "sequential",
 }  # fmt: skip
 
 
@@ -121,13 +123,9 @@ def test_deprecated_options_warn_and_map(tmp_path: Path):
         pytest.raises(ConfigurationError, match=r"^use_transformers_continuous_batching=True"),
     ):
         make(tmp_path, use_transformers_paged=True)
-    with (
-        pytest.warns(FutureWarning, match="clip_max"),
-        pytest.raises(ConfigurationError, match=r"^vllm_importance_sampling_clip_max=2\.0"),
-    ):
-        make(tmp_path, vllm_importance_sampling_cap=2.0)
-    with pytest.warns(FutureWarning, match="clip_max"):  # the default under its old name: nothing is asked for
-        assert make(tmp_path, vllm_importance_sampling_cap=3.0).vllm_importance_sampling_clip_max == 3.0
+    with pytest.warns(FutureWarning, match="clip_max"):
+        args = make(tmp_path, vllm_importance_sampling_cap=2.0)
+    assert args.sampler_correction().clip_max == 2.0
 
 
 # --- the generation batch --------------------------------------------------------------
@@ -183,7 +181,6 @@ def test_num_generations_that_does_not_divide_names_the_values_that_do(tmp_path:
         ({"multi_objective_aggregation": "mean"}, "multi_objective_aggregation"),
         ({"multi_objective_aggregation": "normalize_then_sum", "scale_rewards": "batch"}, "scale_rewards"),
         ({"steps_per_generation": 0}, "steps_per_generation"),
-        ({"router_aux_loss_coef": 0.01}, "router_aux_loss_coef"),
     ],
 )
 def test_values_out_of_range_are_named(tmp_path: Path, changes: dict[str, Any], names: str):
@@ -206,3 +203,18 @@ def test_a_config_survives_copying_and_pickling(tmp_path: Path):
 def test_without_an_accelerator_no_flag_is_needed_to_train_in_several_processes(tmp_path):
     """transformers looks for torchrun's processes on a CPU only where use_cpu is set."""
     assert make(tmp_path).use_cpu == (not torch.accelerator.is_available())
+
+
+def test_the_chat_template_may_be_the_original_a_text_or_a_file(tmp_path: Path) -> None:
+    tok = family_tokenizer("qwen3")
+
+    def chosen(template: str | None) -> str:
+        config = GRPOConfig(output_dir=str(tmp_path), chat_template=template)
+        return make_renderer(tok, config, with_tools=True).verdict.template
+
+    assert chosen(None) == "qwen3" and chosen("original") == "original"
+    own = tmp_path / "mine.jinja"
+    own.write_text(template_text("qwen2_5"), encoding="utf-8")
+    assert chosen(str(own)) == "custom" and chosen(template_text("qwen2_5")) == "custom"
+    with pytest.raises(ConfigurationError, match=r"missing\.jinja.*no such file"):
+        chosen(str(tmp_path / "missing.jinja"))

@@ -58,6 +58,18 @@ def policy(seed: int = 0, **changes: Any) -> Any:
     return build("Qwen3", seed, **({"vocab_size": len(tok), "max_position_embeddings": 2048, **ends} | changes))
 
 
+def judge(seed: int = 0, folder: Path | None = None, labels: int = 1, **changes: Any) -> Any:
+    """A tiny reward model for `tokenizer()`, saved with one where a folder is given."""
+    size = {"vocab_size": len(tokenizer()), "max_position_embeddings": 2048, "num_labels": labels}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = transformers.Qwen3ForSequenceClassification(transformers.Qwen3Config(**(COMMON | size | changes)))
+    if folder is not None:
+        model.save_pretrained(folder)
+        fresh_tokenizer().save_pretrained(folder)
+    return model
+
+
 def config(folder: Path | str, **changes: Any) -> GRPOConfig:
     """A quiet config: SGD-sized batches of 8 rollouts in groups of 4, no checkpoints."""
     settings: dict[str, Any] = {
@@ -65,7 +77,7 @@ def config(folder: Path | str, **changes: Any) -> GRPOConfig:
         "max_completion_length": 16, "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
         "log_level": "error", "logging_steps": 1, "gradient_checkpointing": False, "learning_rate": 0.1,
         "lr_scheduler_type": "constant", "shuffle_dataset": False, "max_grad_norm": 0.0, "optim": "sgd",
-        "record_episodes": False,
+        "record_episodes": False, "vllm_importance_sampling_correction": False,  # the log-probs of `Fixed` are a filler
     }  # fmt: skip
     return GRPOConfig(**(settings | changes))
 
@@ -140,6 +152,13 @@ def weights(model: Any) -> torch.Tensor:
 def logs_with(trainer: Any, name: str) -> list[float]:
     """The logged values of a metric, in order."""
     return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+def lasting(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Without what a clock says, and without how many rows a process made of its rollouts: two runs agree on these."""
+    clock = ("_s", "step_time", "runtime", "per_second", "rollout/concurrency")
+    cut = ("train_", "total_flos", "batch/row_", "batch/samples_per_row")
+    return {k: v for k, v in metrics.items() if not k.endswith(clock) and not k.startswith(cut)}
 
 
 def log_probs(model: Any, prompt: Sequence[int], completion: Sequence[int]) -> torch.Tensor:

@@ -129,7 +129,7 @@ def head_coefficients(log_p_TH: Tensor, log_q_TH: Tensor, weight: Callable[[Tens
         zeros_TH = torch.zeros_like(log_p_TH)
         p_TH = torch.where(known_TH, log_p_TH.exp(), zeros_TH)
         q_TH = torch.where(known_TH, log_q_TH.exp(), zeros_TH)
-        ratio_TH = torch.exp((log_p_TH - log_q_TH).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+        ratio_TH = torch.exp((log_p_TH - log_q_TH).clamp(max=MAX_LOG_RATIO))  # exactly 0 where log p is -inf
         tail_p_T1 = (1 - p_TH.sum(dim=-1, keepdim=True)).clamp(min=TINY_TAIL)
         tail_q_T1 = 1 - q_TH.sum(dim=-1, keepdim=True)
         has_tail_T1 = tail_q_T1 > TINY_TAIL

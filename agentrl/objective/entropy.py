@@ -10,6 +10,8 @@ from torch import Tensor
 
 from agentrl.errors import ConfigurationError
 
+TIE = 1e-5  # nats: above what fp32 makes of equal entropies, far below what tells tokens apart
+
 
 def entropy_threshold(entropy_T: Tensor, top_entropy_quantile: float) -> float:
     """The (1 - rho)-quantile (linear interpolation) of the entropies: tokens at or above it are kept.
@@ -27,6 +29,8 @@ def entropy_threshold(entropy_T: Tensor, top_entropy_quantile: float) -> float:
         return -math.inf
     ordered_T = entropy_T.detach().double().flatten().sort().values
     place = (1.0 - top_entropy_quantile) * (ordered_T.numel() - 1)
+    if abs(place - round(place)) < 1e-9:  # (1 - 0.7) x 10 is not quite 3, and must not drop the token at place 3
+        place = round(place)
     below = math.floor(place)
     low = float(ordered_T[below])
     high = float(ordered_T[min(below + 1, ordered_T.numel() - 1)])
@@ -34,12 +38,15 @@ def entropy_threshold(entropy_T: Tensor, top_entropy_quantile: float) -> float:
 
 
 def keep_top_entropy(entropy_T: Tensor, threshold: float) -> Tensor:
-    """[T] bool, True where the entropy is at or above the threshold.
+    """[T] bool, True where the entropy is at or above the threshold, up to `TIE`.
 
-    >>> keep_top_entropy(torch.tensor([0.1, 0.5, 0.9]), 0.5)
-    tensor([False,  True,  True])
+    Ties are the rule: the first tokens of a group follow the same prompt, so their entropies are equal up to rounding,
+    and rounding must not choose among them.
+
+    >>> keep_top_entropy(torch.tensor([0.1, 0.4999999, 0.5, 0.9]), 0.5)
+    tensor([False,  True,  True,  True])
     """
-    return entropy_T.detach().double() >= threshold
+    return entropy_T.detach().double() >= threshold - TIE
 
 
 def entropy_bonus(entropy_T: Tensor, keep_T: Tensor | None, coef: float, kept_tokens_total: int) -> Tensor:
@@ -81,8 +88,8 @@ class AdaptiveEntropy:
             raise ConfigurationError(
                 f"entropy_coef_min ({self.minimum}) must be at least 0 and not above entropy_coef_max ({self.maximum})."
             )
-        if self.delta < 0:
-            raise ConfigurationError(f"entropy_coef_delta must not be negative; it is {self.delta}.")
+        if not 0 <= self.delta < math.inf:
+            raise ConfigurationError(f"entropy_coef_delta must be 0 or more and finite; it is {self.delta}.")
 
     @property
     def active(self) -> float:

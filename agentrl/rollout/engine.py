@@ -35,6 +35,7 @@ class RolloutSettings:
     max_tool_calling_iterations: int | None = None  # turns whose calls are run; 0: tools never run
     max_context: int | None = None  # tokens the model can see
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    num_sampler_logprobs: int = 0  # most likely tokens that the sampler records at each position; 0: none
     deadlines: Deadlines = field(default_factory=Deadlines)
     max_attempts: int = 3  # tries of one rollout, each on a fresh instance, before it counts as failed
     min_survivors: int = 2  # members left below which a group of several is dropped
@@ -47,6 +48,8 @@ class RolloutSettings:
             raise ConfigurationError(f"max_completion_length must be at least 1, not {self.max_completion_length}.")
         if self.max_tool_calling_iterations is not None and self.max_tool_calling_iterations < 0:
             raise ConfigurationError("max_tool_calling_iterations must be 0 (tools never run) or more, or None.")
+        if self.num_sampler_logprobs < 0:
+            raise ConfigurationError(f"num_sampler_logprobs must be 0 (none) or more, not {self.num_sampler_logprobs}.")
         for name in ("max_attempts", "max_concurrent", "max_failures_in_row"):
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"{name} must be at least 1, not {getattr(self, name)}.")
@@ -87,9 +90,9 @@ class RolloutEngine:
             )
         return {**pool.tools, **tools}
 
-    def has_tools(self) -> bool:
-        """True when some row's prompt shows a tool."""
-        return any(self._toolsets.values())
+    def tool_names(self) -> set[str]:
+        """The tools that some row's prompt shows."""
+        return {name for tools in self._toolsets.values() for name in tools}
 
     def tools_of(self, task: Task) -> dict[str, Tool]:
         """The tools that this task's prompt shows, and no others."""

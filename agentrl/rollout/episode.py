@@ -123,7 +123,7 @@ class Episode:
             self.turns.append(
                 TurnRecord(
                     held, output.ids, output.log_probs, parsed.message, output.finish_reason, output.version, drift,
-                    time.perf_counter() - started, self.media,
+                    time.perf_counter() - started, self.media, output.sampling_mask, output.sampler_logprobs,
                 )
             )  # fmt: skip
             if output.finish_reason == "length":
@@ -190,6 +190,7 @@ class Episode:
             messages=list(self.messages), tools=self.schemas, prompt_ids=prompt_ids, max_tokens=max_tokens,
             params=self.settings.sampling, seed=(*self.seed, len(self.turns)), conversation_id=self.conversation_id,
             stop_ids=self.renderer.stop_ids if self.renderer is not None else (), media=self.media,
+            num_sampler_logprobs=self.settings.num_sampler_logprobs,
         )  # fmt: skip
         started, seconds = time.perf_counter(), self.settings.deadlines.turn_s
         turn = asyncio.timeout(seconds)

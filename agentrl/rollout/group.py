@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -65,9 +66,11 @@ async def run_group(
     try:
         if alive:
             environments = [instance.env for instance in instances] if pool.name and instances else None
+            started = time.perf_counter()
             scored, metrics = await scorer.score([rollouts[i] for i in alive], environments, trainer_state)
             for i, rollout in zip(alive, scored, strict=True):
                 rollouts[i] = rollout
+            metrics["rollout/score_s"] = [time.perf_counter() - started]
         healthy = True
     finally:
         for instance in instances:

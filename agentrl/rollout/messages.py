@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentrl.errors import ConfigurationError, SamplerError
@@ -96,6 +96,31 @@ def check_output(output: Any, request: SampleRequest) -> None:
         raise SamplerError(f"The sampler gave {len(log_probs)} log-probs for {len(ids)} ids; one belongs to each.")
     if not math.isfinite(sum(log_probs)):
         raise SamplerError("The sampler gave a log-prob that is not finite.")
+    check_candidates(ids, output.sampling_mask)
+    if request.num_sampler_logprobs and output.sampler_logprobs is None:
+        raise SamplerError(
+            f"{request.num_sampler_logprobs} most likely tokens at each position were asked for, but this sampler "
+            "records none. Use one that does, or leave score centering off."
+        )
+    if output.sampler_logprobs is not None and len(output.sampler_logprobs) != len(ids):
+        raise SamplerError(
+            f"The sampler gave {len(output.sampler_logprobs)} sets of most likely tokens for {len(ids)} ids."
+        )
+
+
+def check_candidates(ids: Sequence[int], sets: Sequence[Sequence[int]] | None) -> None:
+    """Each id was drawn from its candidate set (an empty one is the whole vocabulary).
+
+    Raises:
+        SamplerError: It was not, or there are more or fewer sets than ids.
+    """
+    if sets is None:
+        return
+    if len(sets) != len(ids):
+        raise SamplerError(f"The sampler gave {len(sets)} candidate sets for {len(ids)} ids; one belongs to each.")
+    for place, (token, candidates) in enumerate(zip(ids, sets, strict=True)):
+        if len(candidates) and token not in candidates:
+            raise SamplerError(f"The sampler drew id {token} at place {place}, which is not in its candidate set.")
 
 
 def read_message(message: Message, start: int = 0) -> ParsedTurn:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from agentrl.types import TrainingSequence, TurnRecord
@@ -24,7 +24,7 @@ def to_sequences(turns: Iterable[TurnRecord]) -> list[TrainingSequence]:
     >>> [s.input_ids for s in to_sequences([one, drifted])]
     [[1, 2, 3], [1, 2, 7, 9, 4]]
     """
-    rows: list[tuple[list[int], list[bool], list[float], list[int]]] = []
+    rows: list[tuple[list[int], list[bool], list[float], list[TurnRecord]]] = []
     media: list[tuple[Any, ...]] = []  # per row; equal ids may stand for other images, and that forks too
     for turn in turns:
         prompt, output, log_probs = turn.prompt_ids, turn.output_ids, turn.output_log_probs
@@ -32,24 +32,42 @@ def to_sequences(turns: Iterable[TurnRecord]) -> list[TrainingSequence]:
             return []  # a sampler without ids: can be evaluated, not trained
         if len(output) != len(log_probs):
             raise ValueError(f"a turn has {len(output)} sampled ids but {len(log_probs)} log-probs")
+        for what in (turn.output_sampling_mask, turn.output_sampler_logprobs):
+            if what is not None and len(what) != len(output):
+                raise ValueError(
+                    f"a turn has {len(output)} sampled ids but {len(what)} candidate sets or top log-probs"
+                )
         if not rows or prompt[: len(rows[-1][0])] != rows[-1][0] or turn.media[: len(media[-1])] != media[-1]:
             rows.append(([], [], [], []))
             media.append(())
         media[-1] = turn.media
-        ids, mask, old, versions = rows[-1]
+        ids, mask, old, joined = rows[-1]
         context = prompt[len(ids) :]
         ids += [*context, *output]
         mask += [False] * len(context) + [True] * len(output)
         old += [math.nan] * len(context) + list(log_probs)
-        versions.append(turn.version)
+        joined.append(turn)
     made = [
-        TrainingSequence(ids, mask, old, min(versions), shown)
-        for (ids, mask, old, versions), shown in zip(rows, media, strict=True)
+        TrainingSequence(
+            ids, mask, old, min(turn.version for turn in joined), shown,
+            _per_token(joined, "output_sampling_mask", ()), _per_token(joined, "output_sampler_logprobs", {}),
+        )
+        for (ids, mask, old, joined), shown in zip(rows, media, strict=True)
         if any(mask)
-    ]
+    ]  # fmt: skip
     for sequence in made:
         _check_media(sequence)
     return made
+
+
+def _per_token(turns: Sequence[TurnRecord], name: str, nothing: Any) -> list[Any] | None:
+    """The turns' entries end to end, `nothing` for a turn without any; None where no turn has any."""
+    parts = [getattr(turn, name) for turn in turns]
+    if all(part is None for part in parts):
+        return None
+    sizes = [len(turn.output_ids or ()) for turn in turns]
+    filled = [[nothing] * size if part is None else part for part, size in zip(parts, sizes, strict=True)]
+    return [entry for part in filled for entry in part]
 
 
 def _check_media(sequence: TrainingSequence) -> None:

@@ -8,12 +8,16 @@ from __future__ import annotations
 import hashlib
 import itertools
 import struct
+from array import array
 from collections.abc import Iterator, Sequence
 
 import torch
 
 from agentrl.types import SamplingParams
 
+MAX_CANDIDATES = 512
+"""Where top-p or min-p leaves more ids than this, the most likely ones are kept (a larger top-k keeps its own number):
+the candidates of every token are recorded, and training reads them again."""
 _BLOCK = struct.Struct("<8Q")  # what one hash gives
 
 
@@ -39,8 +43,9 @@ def uniforms(seed: Sequence[int]) -> Iterator[float]:
 def log_probs(logits_BV: torch.Tensor, params: SamplingParams, seen_BV: torch.Tensor | None = None) -> torch.Tensor:
     """Log-probs [B, V] of the distribution that `params` describe: minus infinity for ids that cannot be drawn.
 
-    The order is the one of transformers: repetition penalty, temperature, top-k, top-p, min-p. At temperature 0 the
-    answer is the distribution at temperature 1, without the filters, of which the drawing takes the best.
+    The order is the one of transformers: repetition penalty, temperature, top-k, top-p, min-p; at most
+    `MAX_CANDIDATES` ids (or `top_k`, where that is more) pass them. At temperature 0 the answer is the distribution at
+    temperature 1, without the filters, of which the drawing takes the best.
 
     Args:
         logits_BV: Float32.
@@ -65,7 +70,42 @@ def log_probs(logits_BV: torch.Tensor, params: SamplingParams, seen_BV: torch.Te
         probs_BV = logits_BV.softmax(dim=-1)
         floor_B1 = params.min_p * probs_BV.amax(dim=-1, keepdim=True)
         logits_BV = logits_BV.masked_fill(probs_BV < floor_B1, -torch.inf)
+    if params.truncates:
+        logits_BV = _bounded(logits_BV, max(params.top_k, MAX_CANDIDATES))
     return torch.log_softmax(logits_BV, dim=-1)
+
+
+def _bounded(logits_BV: torch.Tensor, most: int) -> torch.Tensor:
+    """Minus infinity for all but `most` ids of each row: ties can leave more than top-k asks for."""
+    if logits_BV.shape[-1] <= most or int((logits_BV > -torch.inf).sum(-1).max()) <= most:
+        return logits_BV
+    best = logits_BV.topk(most, dim=-1)
+    return torch.full_like(logits_BV, -torch.inf).scatter(-1, best.indices, best.values)
+
+
+def candidates(log_probs_BV: torch.Tensor) -> list[Sequence[int]]:
+    """The ids of each row that can be drawn; an empty list where all can.
+
+    >>> candidates(torch.tensor([[0.5, 0.0, 0.5], [0.2, 0.3, 0.5]]).log())
+    [array('i', [0, 2]), ()]
+    """
+    possible_BV = log_probs_BV > -torch.inf
+    sizes = possible_BV.sum(-1).tolist()
+    ids = array("i", possible_BV.nonzero()[:, 1].int().cpu().numpy().tobytes())
+    ends = list(itertools.accumulate(sizes))
+    whole = log_probs_BV.shape[-1]
+    return [() if size == whole else ids[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+
+
+def most_likely(log_probs_BV: torch.Tensor, count: int) -> list[dict[int, float]]:
+    """Log-probs by id of each row's `count` most likely ids, best first; ids that cannot be drawn are left out.
+
+    >>> most_likely(torch.tensor([[0.25, 0.0, 0.75]]).log(), 3)[0].keys()
+    dict_keys([2, 0])
+    """
+    best = log_probs_BV.topk(min(count, log_probs_BV.shape[-1]), dim=-1)
+    rows = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return [{i: lp for i, lp in zip(*row, strict=True) if lp > -float("inf")} for row in rows]
 
 
 def _top_p(logits_BV: torch.Tensor, top_p: float) -> torch.Tensor:
@@ -93,13 +133,9 @@ def draw(log_probs_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:
     return torch.searchsorted(cumulative_BV, target_B1, right=True)[:, 0]
 
 
-def sample(
-    logits_BV: torch.Tensor,
-    params: SamplingParams,
-    uniform_B: torch.Tensor,
-    seen_BV: torch.Tensor | None = None,
+def pick(
+    log_probs_BV: torch.Tensor, params: SamplingParams, uniform_B: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The drawn ids [B] and their log-probs [B], for rows that share their parameters."""
-    log_probs_BV = log_probs(logits_BV, params, seen_BV)
     ids_B = log_probs_BV.argmax(dim=-1) if params.temperature == 0 else draw(log_probs_BV, uniform_B)
     return ids_B, log_probs_BV.gather(1, ids_B[:, None])[:, 0]

@@ -6,23 +6,32 @@ Nothing here knows of event loops: it is called on the loop's thread or on the s
 from __future__ import annotations
 
 import inspect
+import itertools
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from agentrl.errors import ConfigurationError
+from agentrl.sampler import draw
 from agentrl.sampler.admission import Feed
-from agentrl.sampler.draw import sample
 from agentrl.sampler.kv_cache import SLOT_ATTENTION, SlotCache
 from agentrl.sampler.slots import Turn
 from agentrl.types import SamplingParams
 
 Moves = tuple[list[int], list[int], int]  # source slots, target slots, tokens
-Drawn = tuple[list[int], list[float]]  # ids and log-probs, one per row
+
+
+class Drawn(NamedTuple):
+    """What was drawn, one entry per row."""
+
+    ids: list[int]
+    log_probs: list[float]
+    sets: list[Sequence[int]] | None = None  # where a row's parameters truncate
+    tops: list[Mapping[int, float]] | None = None  # where a row's request asks for them
 
 
 class ModelRunner:
@@ -247,11 +256,15 @@ class ModelRunner:
         for i, turn in enumerate(turns):
             groups.setdefault(turn.request.params, []).append(i)
         ids, log_probs = [0] * len(turns), [0.0] * len(turns)
+        sets: list[Sequence[int]] = [()] * len(turns)
+        tops: list[Mapping[int, float]] = [{}] * len(turns)
         for params, index in groups.items():
             drawn = self._draw_group(logits_BV[index], [turns[i] for i in index], params, uniform_B[index])
-            for i, token, log_prob in zip(index, *drawn, strict=True):
-                ids[i], log_probs[i] = token, log_prob
-        return ids, log_probs
+            for n, i in enumerate(index):
+                ids[i], log_probs[i] = drawn.ids[n], drawn.log_probs[n]
+                sets[i] = drawn.sets[n] if drawn.sets is not None else ()
+                tops[i] = drawn.tops[n] if drawn.tops is not None else {}
+        return Drawn(ids, log_probs, sets, tops)
 
     def _draw_group(
         self, logits_BV: torch.Tensor, turns: Sequence[Turn], params: SamplingParams, uniform_B: torch.Tensor
@@ -263,8 +276,10 @@ class ModelRunner:
                 seen_BV[i, torch.tensor(turn.held, device=logits_BV.device)] = True
         # Apple's GPUs have no float64; float32 is accurate enough, at a vocabulary's width, to draw fairly.
         dtype = torch.float32 if logits_BV.device.type == "mps" else torch.float64
-        ids_B, log_probs_B = sample(logits_BV, params, uniform_B.to(dtype).to(logits_BV.device), seen_BV)
-        return ids_B.tolist(), log_probs_B.tolist()
+        log_probs_BV = draw.log_probs(logits_BV, params, seen_BV)
+        ids_B, log_probs_B = draw.pick(log_probs_BV, params, uniform_B.to(dtype).to(logits_BV.device))
+        sets = draw.candidates(log_probs_BV) if params.truncates else None
+        return Drawn(ids_B.tolist(), log_probs_B.tolist(), sets, _most_likely(log_probs_BV, turns))
 
     def _move(self, moves: Moves) -> None:
         sources, targets, length = moves
@@ -308,6 +323,15 @@ class ModelRunner:
         finally:
             if before != name:
                 self.config._attn_implementation = before
+
+
+def _most_likely(log_probs_BV: torch.Tensor, turns: Sequence[Turn]) -> list[Mapping[int, float]] | None:
+    """For each turn as many of its row's most likely ids as it asked for; None where no turn asked for any."""
+    wanted = [turn.request.num_sampler_logprobs for turn in turns]
+    if not any(wanted):
+        return None
+    rows = draw.most_likely(log_probs_BV, max(wanted))
+    return [dict(itertools.islice(row.items(), count)) for row, count in zip(rows, wanted, strict=True)]
 
 
 def _buckets(feeds: Sequence[Feed], most: int) -> list[list[Feed]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from agentrl.types import SampleRequest
@@ -21,6 +21,8 @@ class Turn:
     stream: Iterator[float]
     version: int
     log_probs: list[float] = field(default_factory=list)
+    sets: list[Sequence[int]] | None = None  # candidates of each drawn id; None: the whole vocabulary
+    tops: list[Mapping[int, float]] | None = None  # the most likely ids where each was drawn; None: not asked for
     cancelled: bool = False
     waited: int = 0  # decode steps since it arrived
 

@@ -14,7 +14,7 @@ import torch
 from agentrl.errors import ConfigurationError, SamplerError
 from agentrl.sampler.admission import Feed, admit
 from agentrl.sampler.draw import uniforms
-from agentrl.sampler.runner import ModelRunner
+from agentrl.sampler.runner import Drawn, ModelRunner
 from agentrl.sampler.slots import Row, SlotTable, Turn
 from agentrl.types import SampleOutput, SampleRequest
 
@@ -65,6 +65,11 @@ class TransformersSampler:
         if max_slots < 1 or max_forward_tokens < 1:
             raise ConfigurationError(
                 f"max_slots and max_forward_tokens are at least 1; got {max_slots} and {max_forward_tokens}."
+            )
+        if hasattr(tokenizer, "image_processor"):
+            raise ConfigurationError(
+                f"TransformersSampler feeds a model with text only. Pass the tokenizer inside the "
+                f"{type(tokenizer).__name__} (processor.tokenizer), or a sampler that sees images."
             )
         self.runner = ModelRunner(model, max_slots, max_forward_tokens, max_context, autocast_dtype)
         if tokenizer is not None and len(tokenizer) > self.runner.vocabulary:
@@ -150,6 +155,11 @@ class TransformersSampler:
                 raise SamplerError("This sampler is at work in another event loop; use one sampler per running loop.")
             self.close()  # an earlier loop ended; nobody waits for its turns
             self._loop = loop
+        if request.media:  # without their features the model would answer to something else, and nobody would know
+            raise ConfigurationError(
+                f"The prompt holds {len(request.media)} image(s), and TransformersSampler feeds a model with text "
+                "only: use a sampler that sees images, or describe them as text."
+            )
         prompt = request.prompt_ids
         if not prompt:
             raise SamplerError("TransformersSampler needs prompt ids; give the engine a renderer with a tokenizer.")
@@ -162,7 +172,10 @@ class TransformersSampler:
             )
         end = len(prompt) + request.max_tokens
         end = end if context is None else min(end, context)
-        return Turn(request, loop.create_future(), list(prompt), len(prompt), end, uniforms(request.seed), self.version)
+        turn = Turn(request, loop.create_future(), list(prompt), len(prompt), end, uniforms(request.seed), self.version)
+        turn.sets = [] if request.params.truncates else None
+        turn.tops = [] if request.num_sampler_logprobs else None
+        return turn
 
     # --- the loop's one task ---
     async def _drive(self) -> None:
@@ -197,9 +210,9 @@ class TransformersSampler:
         moves = self._table.take_moves()
         try:
             if feeds is None:
-                ids, log_probs = await self._run(kind, units, lambda: self.runner.decode(turns, moves))
+                drawn = await self._run(kind, units, lambda: self.runner.decode(turns, moves))
             else:
-                ids, log_probs = await self._run(kind, units, lambda: self.runner.feed(feeds, moves))
+                drawn = await self._run(kind, units, lambda: self.runner.feed(feeds, moves))
         except Exception as error:
             self._fail(turns, f"The model's forward failed: {type(error).__name__}: {error}", error)
             self._invalidate("reset", now=True)  # rows may be half moved, and memory may be what was missing
@@ -208,14 +221,18 @@ class TransformersSampler:
             self._active = self._active + rows
             for row, turn in zip(rows, turns, strict=True):
                 row.length = len(turn.held) - 1  # `_absorb` counts the last one
-        self.decoded_tokens += len(ids)
-        return self._absorb(rows, turns, ids, log_probs)
+        self.decoded_tokens += len(drawn.ids)
+        return self._absorb(rows, turns, drawn)
 
-    def _absorb(self, rows: list[Row], turns: list[Turn], ids: list[int], log_probs: list[float]) -> int:
+    def _absorb(self, rows: list[Row], turns: list[Turn], drawn: Drawn) -> int:
         """Every turn holds its new token; those that ended are answered and their rows rest."""
         ended = 0
-        for row, turn, token, log_prob in zip(rows, turns, ids, log_probs, strict=True):
+        for i, (row, turn, token, log_prob) in enumerate(zip(rows, turns, drawn.ids, drawn.log_probs, strict=True)):
             held = turn.held
+            if turn.sets is not None and drawn.sets is not None:
+                turn.sets.append(drawn.sets[i])
+            if turn.tops is not None and drawn.tops is not None:
+                turn.tops.append(drawn.tops[i])
             held.append(token)
             turn.log_probs.append(log_prob)
             row.length += 1
@@ -227,8 +244,10 @@ class TransformersSampler:
                 continue
             ended += 1
             if not turn.future.done():
-                drawn = held[turn.prompt_length :]
-                turn.future.set_result(SampleOutput(drawn, turn.log_probs, reason, turn.version))
+                ids = held[turn.prompt_length :]
+                turn.future.set_result(
+                    SampleOutput(ids, turn.log_probs, reason, turn.version, None, turn.sets, turn.tops)
+                )
             self._table.rest(row)
         if ended:
             self._active = self._table.compact(len(self._active))

@@ -13,6 +13,8 @@ from transformers import TrainingArguments
 
 from agentrl.errors import ConfigurationError
 from agentrl.objective import LossConfig, check_scaling
+from agentrl.train.correction import SamplerCorrection
+from agentrl.train.entropy import EntropySettings, entropy_settings
 from agentrl.train.options import check_unavailable
 from agentrl.types import Deadlines
 
@@ -71,7 +73,7 @@ class GRPOConfig(TrainingArguments):
     ds3_gather_for_generation: bool = _option(True, "Gather ZeRO-3 weights for generation.")
     shuffle_dataset: bool | None = _option(True, "Give each epoch its own order.")
     pad_to_multiple_of: int | str | None = _option(
-        "auto", "Pad to a multiple of this; 'auto' pads only on hardware that compiles once per shape (not here)."
+        "auto", "Pad rows of training to a multiple of this many tokens; 'auto': 128 on Neuron, no padding elsewhere."
     )
 
     # --- generation ---
@@ -87,6 +89,11 @@ class GRPOConfig(TrainingArguments):
     min_p: float | None = _option(None, "Least probability of a token, relative to the most likely one, in [0, 1].")
     generation_kwargs: dict | str | None = _option(None, "More keyword arguments for generation.")
     chat_template_kwargs: dict | str | None = _option(None, "Keyword arguments of the chat template.")
+    chat_template: str | None = _option(
+        None,
+        "None: the tokenizer's own, or a training template that writes the same prompts; 'original': its own in any "
+        "case, turns may fork; else the text of a template, or the path of a .jinja file.",
+    )
     repetition_penalty: float = _option(1.0, "Above 1: makes tokens of the prompt and the text so far less likely.")
     cache_implementation: str | None = _option(None, "Cache class of transformers' generate.")
 
@@ -138,12 +145,14 @@ class GRPOConfig(TrainingArguments):
     max_tool_calling_iterations: int | None = _option(
         None, "Turns whose tool calls are run; 0: never; None: until the model stops or the budget ends."
     )
-    vllm_importance_sampling_correction: bool = _option(True, "Correct for the mismatch between vLLM and the trainer.")
+    vllm_importance_sampling_correction: bool = _option(
+        True, "Weigh rollouts for the mismatch between the trainer and the engine that sampled them (vLLM or another)."
+    )
     vllm_importance_sampling_mode: str = _option(
         "sequence_mask", "'token_truncate', 'token_mask', 'sequence_truncate' or 'sequence_mask'."
     )
-    vllm_importance_sampling_clip_max: float | None = _option(3.0, "Upper bound of that correction.")
-    vllm_importance_sampling_clip_min: float | None = _option(None, "Lower bound of that correction.")
+    vllm_importance_sampling_clip_max: float | None = _option(3.0, "Upper bound of that correction; None: none.")
+    vllm_importance_sampling_clip_min: float | None = _option(None, "Lower bound of that correction; None: none.")
     off_policy_mask_threshold: float | None = _option(
         None,
         "Rollouts with negative advantage whose mean log-ratio to the sampler exceeds this lose their policy term.",
@@ -186,6 +195,8 @@ class GRPOConfig(TrainingArguments):
         self.dataloader_pin_memory = self.dataloader_pin_memory and accelerator
         if isinstance(self.scale_rewards, bool):
             self.scale_rewards = "group" if self.scale_rewards else "none"
+        if str(self.pad_to_multiple_of).isdigit():  # from a command line
+            self.pad_to_multiple_of = int(str(self.pad_to_multiple_of))
         if self.load_best_model_at_end and self.metric_for_best_model is None:
             self.metric_for_best_model, self.greater_is_better = "reward", True  # there is no loss in evaluation
         check_unavailable(self)  # before transformers looks for packages that these options need
@@ -241,10 +252,22 @@ class GRPOConfig(TrainingArguments):
             (self.top_k >= 0, "top_k must be 0 (off) or more"),
             (self.min_p is None or 0 <= self.min_p <= 1, "min_p must be in [0, 1]"),
             (self.repetition_penalty > 0, "repetition_penalty must be above 0"),
-            (self.beta >= 0, "beta must be 0 or more"),
             (
-                not self.router_aux_loss_coef,
-                "router_aux_loss_coef: the load-balancing loss is not in this version; 0.0 trains without it",
+                self.pad_to_multiple_of in ("auto", None)
+                or (isinstance(self.pad_to_multiple_of, int) and self.pad_to_multiple_of >= 1),
+                "pad_to_multiple_of must be a whole number of at least 1, 'auto' or None",
+            ),
+            (self.beta >= 0, "beta must be 0 or more"),
+            (not self.sync_ref_model or self.beta > 0, "sync_ref_model needs beta > 0: else there is no reference"),
+            (0 <= self.ref_model_mixup_alpha <= 1, "ref_model_mixup_alpha must be in [0, 1]"),
+            (self.ref_model_sync_steps >= 1, "ref_model_sync_steps must be at least 1"),
+            (
+                self.sync_ref_model or (self.ref_model_mixup_alpha, self.ref_model_sync_steps) == (0.6, 512),
+                "ref_model_mixup_alpha and ref_model_sync_steps do nothing without sync_ref_model=True",
+            ),
+            (
+                self.router_aux_loss_coef is None or 0 <= self.router_aux_loss_coef < float("inf"),
+                "router_aux_loss_coef must be 0 or more and finite, or None",
             ),
             (
                 self.loss_type != "dr_grpo" or self.max_completion_length is not None,
@@ -258,6 +281,13 @@ class GRPOConfig(TrainingArguments):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the trainer makes it again, and shows them
             self.loss_config()
+        self.entropy_settings()
+        if self.sampler_correction() is not None and self.repetition_penalty != 1.0:
+            raise ConfigurationError(
+                f"repetition_penalty={self.repetition_penalty} changes what the sampler draws from and not what is "
+                "trained, so every importance sampling ratio would be biased. Set "
+                "vllm_importance_sampling_correction=False, or leave repetition_penalty at 1.0."
+            )
 
     def deadlines(self) -> Deadlines:
         """The seconds that each stage of an episode may take."""
@@ -276,6 +306,21 @@ class GRPOConfig(TrainingArguments):
             vespo_lambda_neg=self.vespo_lambda_neg, beta=self.beta, use_bias_correction_kl=self.use_bias_correction_kl,
             off_policy_mask_threshold=self.off_policy_mask_threshold,
         )  # fmt: skip
+
+    def entropy_settings(self) -> EntropySettings:
+        """The entropy quantile and the entropy bonus, checked."""
+        steering = {name: getattr(self, f"entropy_{name}") for name in ("coef_min", "coef_max", "coef_delta", "target")}
+        return entropy_settings(self.top_entropy_quantile, self.entropy_coef, self.use_adaptive_entropy, **steering)
+
+    def sampler_correction(self) -> SamplerCorrection | None:
+        """The correction for rollouts of another engine, checked; None where it is off."""
+        if not self.vllm_importance_sampling_correction:
+            return None
+        return SamplerCorrection(
+            self.vllm_importance_sampling_mode,  # type: ignore[arg-type]
+            self.vllm_importance_sampling_clip_min,
+            self.vllm_importance_sampling_clip_max,
+        )
 
     def _resolve_generation_batch(self) -> None:
         """`generation_batch_size` and `steps_per_generation` both stand, one derived from the other."""

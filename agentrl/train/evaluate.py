@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from agentrl.errors import ConfigurationError
 from agentrl.rollout.group import GroupPlan
-from agentrl.tasks import TaskSource, derive_seed
-from agentrl.train.generation import gather_groups
-from agentrl.train.metrics import MetricWindow, add_reward_metrics, add_rollout_metrics
+from agentrl.tasks import TaskSource, derive_seed, is_sized
+from agentrl.train.generation import compare, gather_groups, share_of
+from agentrl.train.metrics import MetricWindow, add_reward_metrics, add_rollout_metrics, add_speed
 from agentrl.train.setup import task_source
 
 if TYPE_CHECKING:
@@ -24,34 +25,40 @@ def evaluate(trainer: GRPOTrainer, dataset: Any, prefix: str) -> dict[str, float
     the same start states each time.
 
     Raises:
-        ConfigurationError: No data and no environment.
+        ConfigurationError: No data and no environment, or no evaluation set of the name that was given.
     """
     dataset = trainer.eval_dataset if dataset is None else dataset
     if isinstance(dataset, str):
-        prefix, dataset = f"{prefix}_{dataset}", trainer.eval_dataset[dataset]  # type: ignore[index]
+        sets = trainer.eval_dataset if isinstance(trainer.eval_dataset, Mapping) else {}
+        if dataset not in sets:
+            raise ConfigurationError(f"There is no evaluation set '{dataset}'; eval_dataset has: {sorted(sets)}.")
+        dataset = {dataset: sets[dataset]}
     if isinstance(dataset, Mapping):
         metrics: dict[str, float] = {}
         for name, part in dataset.items():
-            metrics |= _one(trainer, part, f"{prefix}_{name}")
+            metrics |= _one(trainer, part, f"{prefix}_{name}", str(name))
     else:
         metrics = _one(trainer, dataset, prefix)
     trainer.control = trainer.callback_handler.on_evaluate(trainer.args, trainer.state, trainer.control, metrics)
     return metrics
 
 
-def _one(trainer: GRPOTrainer, dataset: Any, prefix: str) -> dict[str, float]:
-    plans = _plans(trainer, dataset)
+def _one(trainer: GRPOTrainer, dataset: Any, prefix: str, name: str = "") -> dict[str, float]:
+    plans = _plans(trainer, dataset, name)
     rank, world = trainer.accelerator.process_index, trainer.accelerator.num_processes
-    groups = trainer.buffer.players()(plans[rank::world])
+    started = time.perf_counter()
+    groups = trainer.buffer.players()(share_of(plans, rank, world))
+    shared = gather_groups(groups, plans, rank, world)
+    seconds = time.perf_counter() - started
     window = trainer.window["eval"]
     window.clear()
-    add_rollout_metrics(window, groups, has_tools=trainer.has_tools)
-    shared = gather_groups(groups, plans, rank, world)
+    add_rollout_metrics(window, groups, trainer.reported)
+    add_speed(window, groups, seconds, world)
     flat = [rollout for group in shared for rollout in group]
     if trainer.accelerator.is_main_process:
-        equal = [len({r.reward for r in group if r.reward is not None}) <= 1 for group in shared for _ in group]
-        by_source = {name: [r.rewards.get(name) for r in flat] for name in trainer.buffer.settings.weights}
-        add_reward_metrics(window, [r.reward for r in flat], by_source, equal)
+        add_reward_metrics(window, flat, compare(flat, trainer.buffer.settings), trainer.reported)
+        window.add("runtime", seconds)
+        window.add("samples_per_second", len(flat), seconds)
     states = [window.state()]
     if world > 1:
         from accelerate.utils import gather_object
@@ -63,8 +70,8 @@ def _one(trainer: GRPOTrainer, dataset: Any, prefix: str) -> dict[str, float]:
     return metrics
 
 
-def check_eval_data(dataset: Any, factory: Any, args: GRPOConfig) -> None:
-    """Evaluation can be played, as far as its data shows before it is.
+def prepare_eval_data(dataset: Any, factory: Any, args: GRPOConfig) -> Any:
+    """The data, which can now be read as often as it is evaluated. It can be played, as far as it shows before it is.
 
     Raises:
         ConfigurationError: Empty data, a missing column, an unknown environment; evaluation is asked for without any
@@ -72,25 +79,33 @@ def check_eval_data(dataset: Any, factory: Any, args: GRPOConfig) -> None:
     """
     if dataset is None and args.eval_strategy != "no":
         _source(None, factory, args)
-    parts = dataset.values() if isinstance(dataset, Mapping) else [dataset]
-    for part in parts:
-        if part is not None and hasattr(part, "__len__"):
-            _source(part, factory, args)
+    if isinstance(dataset, Mapping):
+        return type(dataset)({name: _prepared(part, factory, args) for name, part in dataset.items()})  # type: ignore[call-arg]
+    return _prepared(dataset, factory, args)
 
 
-def _source(dataset: Any, factory: Any, args: GRPOConfig) -> TaskSource:
+def _prepared(part: Any, factory: Any, args: GRPOConfig) -> Any:
+    if hasattr(part, "__next__"):  # could be read once
+        part = list(part)
+    if part is not None and is_sized(part):
+        _source(part, factory, args)
+    return part
+
+
+def _source(dataset: Any, factory: Any, args: GRPOConfig, name: str = "") -> TaskSource:
     if dataset is None and factory is None:
         raise ConfigurationError("There is nothing to evaluate on: pass eval_dataset.")
-    if dataset is not None and not hasattr(dataset, "__len__"):
+    if dataset is not None and not is_sized(dataset):
         dataset = list(dataset)
-    return task_source(dataset, factory, args, seed=derive_seed(args.seed, "evaluation"))
+    of_set = (name,) if name else ()  # row 3 of one set and row 3 of another begin differently
+    return task_source(dataset, factory, args, seed=derive_seed(args.seed, "evaluation", *of_set))
 
 
-def _plans(trainer: GRPOTrainer, dataset: Any) -> list[GroupPlan]:
+def _plans(trainer: GRPOTrainer, dataset: Any, name: str) -> list[GroupPlan]:
     args = trainer.args
-    source = _source(dataset, trainer.environment_factory, args)
+    source = _source(dataset, trainer.environment_factory, args, name)
     size = args.num_generations_eval or args.num_generations or 1
     episodes = args.per_device_eval_batch_size * args.world_size
     count = source.size if source.size is not None else max(1, episodes // size)
-    step = trainer.state.global_step
-    return [GroupPlan(f"eval{step}.{i}", source.task(0, i), size) for i in range(count)]
+    run = f"eval{trainer.state.global_step}{f'.{name}' if name else ''}"
+    return [GroupPlan(f"{run}.{i}", source.task(0, i), size) for i in range(count)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate.utils import gather_object
@@ -16,6 +16,7 @@ from agentrl.rollout.group import GroupPlan, with_advantages
 from agentrl.train.rows import TrainItem
 from agentrl.types import Rollout, RolloutGroup, TrainingSequence
 
+T = TypeVar("T")
 PlayGroups = Callable[[Sequence[GroupPlan]], list[RolloutGroup]]
 
 
@@ -27,6 +28,8 @@ class SharedRollout:
     rewards: dict[str, float | None]
     reward: float | None
     truncated: bool
+    group: int  # place of its group in the batch
+    environment: str | None  # the row's, where several are mixed
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +63,13 @@ def play_cycle(
     Raises:
         RunStopped: No rollout of the batch survived.
     """
-    mine = play(plans[rank::world])
+    mine = play(share_of(plans, rank, world))
     shared = gather_groups(mine, plans, rank, world)
     flat = [rollout for group in shared for rollout in group]
     if all(rollout.reward is None and not rollout.sequences for rollout in flat):
         raise RunStopped(_nothing_survived(mine))
     sizes = [len(group) for group in shared]
-    group_N = torch.repeat_interleave(torch.arange(len(shared)), torch.tensor(sizes))
-    advantages = group_advantages(
-        _reward_matrix(flat, list(settings.weights)),
-        group_N,
-        weights_K=torch.tensor(list(settings.weights.values()), dtype=torch.float64),
-        scale=settings.scale,  # type: ignore[arg-type]
-        aggregation=settings.aggregation,  # type: ignore[arg-type]
-    )
+    advantages = compare(flat, settings)
     values = advantages.advantages_N.tolist()
     items = [
         TrainItem(
@@ -85,25 +81,42 @@ def play_cycle(
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     mine = [
         with_advantages(group, values[starts[i] : starts[i] + sizes[i]])
-        for group, i in zip(mine, range(rank, len(plans), world), strict=True)
+        for group, i in zip(mine, share_of(range(len(plans)), rank, world), strict=True)
     ]
     return Cycle(tuple(mine), tuple(items), advantages, tuple(flat))
+
+
+def share_of(groups: Sequence[T], rank: int, world: int) -> Sequence[T]:
+    """The groups that a rank plays, whole; none where there are fewer groups than ranks."""
+    return groups[rank::world]
+
+
+def compare(rollouts: Sequence[SharedRollout], settings: AdvantageSettings) -> Advantages:
+    """The advantages of a whole batch, and the statistics of its groups."""
+    return group_advantages(
+        _reward_matrix(rollouts, list(settings.weights)),
+        torch.tensor([rollout.group for rollout in rollouts]),
+        weights_K=torch.tensor(list(settings.weights.values()), dtype=torch.float64),
+        scale=settings.scale,  # type: ignore[arg-type]
+        aggregation=settings.aggregation,  # type: ignore[arg-type]
+    )
 
 
 def gather_groups(
     mine: Sequence[RolloutGroup], plans: Sequence[GroupPlan], rank: int, world: int
 ) -> list[list[SharedRollout]]:
     """Every group's shared rollouts in the order of the plans."""
-    numbered = [(i, [_share(r, group.dropped) for r in group.rollouts])
-                for group, i in zip(mine, range(rank, len(plans), world), strict=True)]  # fmt: skip
+    numbered = [(i, [_share(r, i, group.dropped) for r in group.rollouts])
+                for group, i in zip(mine, share_of(range(len(plans)), rank, world), strict=True)]  # fmt: skip
     everyone = gather_object(numbered) if world > 1 else numbered
     return [rollouts for _, rollouts in sorted(everyone, key=lambda pair: pair[0])]
 
 
-def _share(rollout: Rollout, dropped: bool) -> SharedRollout:
-    if dropped or rollout.outcome.failed:
-        return SharedRollout((), {}, None, rollout.truncated)
-    return SharedRollout(rollout.sequences, rollout.rewards, rollout.reward, rollout.truncated)
+def _share(rollout: Rollout, group: int, dropped: bool) -> SharedRollout:
+    nothing = dropped or rollout.outcome.failed
+    sequences, rewards = ((), {}) if nothing else (rollout.sequences, rollout.rewards)
+    reward = None if nothing else rollout.reward
+    return SharedRollout(sequences, rewards, reward, rollout.truncated, group, rollout.task.environment)
 
 
 def _reward_matrix(flat: Sequence[SharedRollout], names: Sequence[str]) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import sys
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,7 +17,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from agentrl.train.attention import Layout, running
-from agentrl.train.rows import Row, TrainItem, make_row
+from agentrl.train.candidates import joined
+from agentrl.train.head import renormalised, scores
+from agentrl.train.rows import Row, TrainItem, filled, make_row
 from agentrl.types import TrainingSequence
 
 log = logging.getLogger(__name__)
@@ -27,51 +30,74 @@ MAX_LOGITS = 1 << 24  # fp32 logits alive at once: 64 MiB
 class RowLogProbs:
     """What the policy says about a row's N trained tokens."""
 
-    log_probs_N: Tensor  # of softmax(logits / temperature), with gradient where enabled
-    entropy_N: Tensor  # nats, of the same distribution, without gradient
+    log_probs_N: Tensor  # of softmax(logits / temperature), within the row's `sets_NK`; with gradient where enabled
+    entropy_N: Tensor  # nats, of the whole vocabulary's distribution; gradient only where `Wanted` asks for it
+    candidates_NK: Tensor | None = None  # log-probs of the ids in `Wanted.candidates_NK`, -inf where the id is -1
+    router_loss: Tensor | None = None  # the model's load-balancing loss over the row's tokens, where asked for
 
 
-def token_log_probs(hidden_N: Tensor, targets_N: Tensor, head: Callable[[Tensor], Tensor], temperature: float):
-    """Log-prob of each target and entropy of its distribution, in chunks of at most `MAX_LOGITS` logits.
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a forward pass gives besides log-probs and entropies."""
+
+    entropy_gradient: bool = False
+    router_loss: bool = False
+    candidates_NK: Tensor | None = None  # ids, padded with -1
+
+
+PLAIN = Wanted()
+
+
+def score_tokens(
+    hidden_N: Tensor, targets_N: Tensor, head: Callable[[Tensor], Tensor], temperature: float,
+    wanted: Wanted = PLAIN,
+) -> RowLogProbs:  # fmt: skip
+    """Everything that comes out of the head, in chunks of at most `MAX_LOGITS` logits, made again in the backward pass.
 
     Args:
         hidden_N: [N, hidden] states that predict the targets.
         targets_N: [N] token ids.
         head: [n, hidden] to [n, vocabulary] logits, as the model makes them.
         temperature: Logits are divided by it.
+        wanted: Gradient of the entropies; log-probs of more ids per token.
 
     Returns:
-        ([N] log-probs, [N] entropies without gradient), fp32.
+        fp32, or float64 where the logits are.
     """
 
-    def chunk(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        logits = head(hidden).float()
+    def chunk(hidden: Tensor, targets: Tensor, candidates: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        logits = head(hidden)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
         if temperature != 1.0:
             logits = logits / temperature
-        log_probs = torch.log_softmax(logits, -1)
-        with torch.no_grad():
-            known = log_probs.detach()
-            # a log-prob of -inf has probability 0 and adds nothing
-            entropy = -torch.linalg.vecdot(known.exp(), known.clamp_min(torch.finfo(known.dtype).min))
-        return log_probs.gather(-1, targets[:, None])[:, 0], entropy
+        return scores(logits, targets, candidates, entropy_gradient=wanted.entropy_gradient)
 
+    ids = wanted.candidates_NK
     if not len(targets_N):
         # Keeps the graph, output layer included: DDP waits for a gradient of every parameter, a zero will do.
         empty = head(hidden_N).sum(-1).float()
-        return empty, empty.detach()
+        none = None if ids is None else empty[:, None].expand(0, ids.shape[1])
+        return RowLogProbs(empty, empty if wanted.entropy_gradient else empty.detach(), none)
     with torch.no_grad():
         vocabulary = head(hidden_N[:1]).shape[-1]
     size = max(16, MAX_LOGITS // vocabulary)
-    if len(targets_N) <= size:
-        return chunk(hidden_N, targets_N)
     parts = []
     for at in range(0, len(targets_N), size):
-        piece = hidden_N[at : at + size], targets_N[at : at + size]
-        if torch.is_grad_enabled():
+        piece = hidden_N[at : at + size], targets_N[at : at + size], None if ids is None else ids[at : at + size]
+        if torch.is_grad_enabled() and len(targets_N) > size:
             parts.append(checkpoint(chunk, *piece, use_reentrant=False))
         else:
             parts.append(chunk(*piece))
-    return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+    if len(parts) == 1:
+        return RowLogProbs(*parts[0])
+    candidates = None if ids is None else torch.cat([part[2] for part in parts])
+    return RowLogProbs(torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts]), candidates)
+
+
+def token_log_probs(hidden_N: Tensor, targets_N: Tensor, head: Callable[[Tensor], Tensor], temperature: float):
+    """([N] log-probs, [N] entropies without gradient): `score_tokens` where nothing more is wanted."""
+    out = score_tokens(hidden_N, targets_N, head, temperature)
+    return out.log_probs_N, out.entropy_N
 
 
 class PolicyForward:
@@ -81,8 +107,9 @@ class PolicyForward:
     packing is used only if they agree. The same holds for computing the output layer apart from the model.
     """
 
-    def __init__(self, model: PreTrainedModel, temperature: float) -> None:
+    def __init__(self, model: PreTrainedModel, temperature: float, *, multiple: int = 1) -> None:
         self.model, self.temperature = model, temperature  # the bare causal model, no wrapper
+        self.multiple = multiple  # of the tokens in a row, or in each padded sequence
         self.packs: bool | None = None
         self.splits_head: bool | None = None
         parameters = inspect.signature(model.forward).parameters
@@ -108,35 +135,52 @@ class PolicyForward:
         if not self.packs:
             yield
             return
-        with running(self.model, Layout.of(row.lengths, row.input_ids_T.device)):
+        with running(self.model, Layout.of(filled(row, self.multiple).lengths, row.input_ids_T.device)):
             yield
 
-    def run(self, row: Row) -> RowLogProbs:
+    def run(self, row: Row, wanted: Wanted = PLAIN) -> RowLogProbs:
         """Called through the wrapped model's forward."""
-        hidden_or_logits = self._hidden(row)
-        if self.splits_head:
-            return RowLogProbs(*token_log_probs(hidden_or_logits, row.targets_N, self._head, self.temperature))
-        return RowLogProbs(*token_log_probs(hidden_or_logits, row.targets_N, lambda x: x, self.temperature))
+        hidden_or_logits, router_loss = self._hidden(row, wanted.router_loss)
+        head = self._head if self.splits_head else lambda logits: logits
+        ids = joined(row.sets_NK, wanted.candidates_NK)
+        out = score_tokens(hidden_or_logits, row.targets_N, head, self.temperature, replace(wanted, candidates_NK=ids))
+        return replace(_within_sets(out, row.sets_NK), router_loss=router_loss)
 
     # --- two ways through the decoder ---
-    def _hidden(self, row: Row) -> Tensor:
-        """[N, hidden] (or [N, vocabulary] where the head cannot be split off) at the positions that predict."""
-        call = self._decoder if self.splits_head else self._logits
+    def _hidden(self, row: Row, router: bool) -> tuple[Tensor, Tensor | None]:
+        """[N, hidden] (or [N, vocabulary] where the head cannot be split off) at the positions that predict.
+
+        With `router`, also the load-balancing loss of the row's tokens, padding left out.
+        """
+        asked: dict[str, Any] = {"output_router_logits": True} if router else {}
         if self.packs:
-            inputs = {"input_ids": row.input_ids_T[None], "position_ids": row.position_ids_T[None]}
+            full = filled(row, self.multiple)
+            asked |= {"input_ids": full.input_ids_T[None], "position_ids": full.position_ids_T[None]}
+            where = None if full is row else torch.arange(len(row.input_ids_T), device=row.input_ids_T.device)
             if not self.splits_head and "logits_to_keep" in inspect.signature(self._original).parameters:
-                return call(**inputs, logits_to_keep=row.scored_by_N)[0]
-            return call(**inputs)[0].index_select(0, row.scored_by_N)
-        inputs, where = padded(row, self._takes_positions)
-        out = call(**inputs)
-        return out.reshape(-1, out.shape[-1]).index_select(0, where[row.scored_by_N])
+                out = self._original(**asked, logits_to_keep=row.scored_by_N, use_cache=False)
+                return out.logits[0], self._router_loss(out, where) if router else None
+        else:
+            inputs, where = padded(row, self._takes_positions, self.multiple)
+            asked |= inputs
+        if self.splits_head:
+            out = getattr(self.model, self.model.base_model_prefix)(**asked, use_cache=False)
+            states = out.last_hidden_state
+        else:
+            out = self._original(**asked, use_cache=False)
+            states = out.logits
+        at = row.scored_by_N if where is None else where[row.scored_by_N]
+        picked = states.reshape(-1, states.shape[-1]).index_select(0, at)
+        return picked, self._router_loss(out, where) if router else None
 
-    def _decoder(self, **inputs: Any) -> Tensor:
-        base = getattr(self.model, self.model.base_model_prefix)
-        return base(**inputs, use_cache=False).last_hidden_state
-
-    def _logits(self, **inputs: Any) -> Tensor:
-        return self._original(**inputs, use_cache=False).logits
+    def _router_loss(self, out: Any, where: Tensor | None) -> Tensor:
+        """The model's own load-balancing loss, over the tokens at `where` (None: all)."""
+        layers = tuple(layer.reshape(-1, layer.shape[-1]) for layer in out.router_logits if layer is not None)
+        if where is not None:
+            layers = tuple(layer.index_select(0, where) for layer in layers)
+        balance = router_loss_of(self.model)
+        assert balance is not None  # setup.check_router
+        return balance(layers)
 
     def _head(self, hidden: Tensor) -> Tensor:
         logits = self.model.get_output_embeddings()(hidden)  # type: ignore[misc]
@@ -201,6 +245,15 @@ class PolicyForward:
         return True
 
 
+def _within_sets(out: RowLogProbs, sets_NK: Tensor | None) -> RowLogProbs:
+    """Log-probs of the distribution that each token was drawn from; `out` has those of its set before the others."""
+    if sets_NK is None or out.candidates_NK is None:
+        return out
+    inside_NK, others_NH = out.candidates_NK.split([sets_NK.shape[1], out.candidates_NK.shape[1] - sets_NK.shape[1]], 1)
+    others = renormalised(others_NH, inside_NK) if others_NH.shape[1] else None
+    return replace(out, log_probs_N=renormalised(out.log_probs_N, inside_NK), candidates_NK=others)
+
+
 def _other_first_segment(row: Row) -> Row:
     """The row with other tokens in its first segment: nothing after it may change."""
     ids = row.input_ids_T.clone()
@@ -208,26 +261,52 @@ def _other_first_segment(row: Row) -> Row:
     return replace(row, input_ids_T=ids)
 
 
-def _forward(self: PreTrainedModel, *args: Any, agentrl_row: Row | None = None, **kwargs: Any) -> Any:
+def _forward(
+    self: PreTrainedModel, *args: Any, agentrl_row: Row | None = None, agentrl_wanted: Wanted = PLAIN, **kwargs: Any
+) -> Any:
     policy: PolicyForward = self._agentrl_policy_forward  # type: ignore[attr-defined]
     if agentrl_row is None:
         return policy._original(*args, **kwargs)
-    out = policy.run(agentrl_row)
-    return {"log_probs_N": out.log_probs_N, "entropy_N": out.entropy_N}
+    out = policy.run(agentrl_row, agentrl_wanted)
+    made = {name: getattr(out, name) for name in RowLogProbs.__slots__}
+    return {name: value for name, value in made.items() if value is not None}  # wrappers look for tensors only
 
 
-def padded(row: Row, positions: bool) -> tuple[dict[str, Tensor], Tensor]:
-    """The row as [S, L] right-padded inputs, and [T] where each token of the row lies in them.
+def router_loss_of(model: Any) -> Callable[[tuple[Tensor, ...]], Tensor] | None:
+    """The load-balancing loss that transformers has for this architecture, of [T, experts] logits per layer."""
+    balance = getattr(sys.modules.get(type(model).__module__), "load_balancing_loss_func", None)
+    experts, chosen = getattr(model, "num_experts", None), getattr(model, "num_experts_per_tok", None)
+    if balance is None or not experts or not chosen:
+        return None
+    if list(inspect.signature(balance).parameters)[:3] != ["gate_logits", "num_experts", "top_k"]:
+        return None  # Doge's takes something else
+    return lambda layers: balance(layers, experts, chosen)
+
+
+@torch.no_grad()
+def routes(model: Any) -> bool:
+    """Whether a forward of the model gives router logits when it is asked for them."""
+    ids = torch.zeros(1, 2, dtype=torch.long, device=model.get_input_embeddings().weight.device)
+    try:
+        logits = model(input_ids=ids, output_router_logits=True, use_cache=False).router_logits
+    except (TypeError, AttributeError, ValueError):  # an architecture that does not know the question
+        return False
+    return any(layer is not None for layer in logits or ())
+
+
+def padded(row: Row, positions: bool, multiple: int = 1) -> tuple[dict[str, Tensor], Tensor]:
+    """The row as [S, L] right-padded inputs, and [T] where each token of the row lies in them; `multiple` divides L.
 
     Position ids are given wherever the model takes them, so padding cannot shift a position.
     """
-    device, longest = row.input_ids_T.device, max(row.lengths)
+    device, longest = row.input_ids_T.device, -(-max(row.lengths) // multiple) * multiple
     size = torch.tensor(row.lengths, device=device)
-    mask = torch.arange(longest, device=device)[None, :] < size[:, None]
+    steps = torch.arange(longest, device=device)
+    mask = steps[None, :] < size[:, None]
     where = mask.reshape(-1).nonzero()[:, 0]
     ids = torch.zeros(mask.numel(), dtype=torch.long, device=device)
     ids[where] = row.input_ids_T
     inputs = {"input_ids": ids.view_as(mask), "attention_mask": mask.long()}
-    if positions:
-        inputs["position_ids"] = torch.arange(longest, device=device).expand(len(row.lengths), -1)
+    if positions:  # behind the longest sequence 0: a learnt position may not exist there
+        inputs["position_ids"] = torch.where(steps < max(row.lengths), steps, 0).expand(len(row.lengths), -1)
     return inputs, where

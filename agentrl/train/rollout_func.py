@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from agentrl.errors import ConfigurationError
 from agentrl.rollout.group import GroupPlan
+from agentrl.rollout.messages import check_candidates
 from agentrl.rollout.sequences import to_sequences
 from agentrl.types import Outcome, Rollout, RolloutGroup, TurnRecord
 
@@ -14,6 +17,7 @@ if TYPE_CHECKING:
     from agentrl.train.trainer import GRPOTrainer
 
 REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
+OWN = (*REQUIRED, "sampling_mask", "logprob_token_ids")  # no fields for reward functions
 
 
 def play_with_function(trainer: GRPOTrainer, plans: Sequence[GroupPlan]) -> list[RolloutGroup]:
@@ -36,7 +40,9 @@ def play_with_function(trainer: GRPOTrainer, plans: Sequence[GroupPlan]) -> list
 async def _score(trainer: GRPOTrainer, groups: Sequence[tuple[GroupPlan, list[Rollout]]]) -> list[RolloutGroup]:
     out = []
     for plan, rollouts in groups:
+        started = time.perf_counter()
         scored, metrics = await trainer.player.scorer.score(rollouts, None, trainer.state)
+        metrics["rollout/score_s"] = [time.perf_counter() - started]
         out.append(RolloutGroup(plan.id, plan.task, tuple(scored), False, metrics))
     return out
 
@@ -47,7 +53,9 @@ def _check(answer: Any, prompts: int, size: int) -> None:
     missing = [name for name in REQUIRED if not isinstance(answer, Mapping) or name not in answer]
     if missing:
         raise ConfigurationError(f"rollout_func must return a dict with {', '.join(REQUIRED)}; missing: {missing}.")
-    for name, values in answer.items():
+    unknown = [name for name in ("logprobs", "sampling_mask") if answer.get(name) is None]
+    given: dict[str, Any] = {name: values for name, values in answer.items() if name not in unknown}
+    for name, values in given.items():
         if len(values) != prompts * size:
             raise ConfigurationError(
                 f"rollout_func returned {len(values)} entries in '{name}' for {prompts} prompts; it gets each prompt "
@@ -57,7 +65,11 @@ def _check(answer: Any, prompts: int, size: int) -> None:
 
 def _rollout(trainer: GRPOTrainer, plan: GroupPlan, member: int, answer: Mapping[str, Any], at: int) -> Rollout:
     ids = [int(i) for i in answer["completion_ids"][at]]
-    log_probs = [_first(lp) for lp in answer["logprobs"][at]]
+    given = None if answer["logprobs"] is None else answer["logprobs"][at]
+    log_probs = [math.nan] * len(ids) if given is None else [_first(lp) for lp in given]
+    sets = answer.get("sampling_mask")
+    if sets is not None:
+        check_candidates(ids, sets[at])
     if len(ids) != len(log_probs):
         raise ConfigurationError(
             f"rollout_func returned {len(ids)} completion_ids and {len(log_probs)} logprobs for completion {at}."
@@ -67,8 +79,9 @@ def _rollout(trainer: GRPOTrainer, plan: GroupPlan, member: int, answer: Mapping
     message = {"role": "assistant", "content": text}
     truncated = not ids or ids[-1] not in trainer.renderer.stop_ids
     turn = TurnRecord(
-        [int(i) for i in answer["prompt_ids"][at]], ids, log_probs, message, "length" if truncated else "stop"
-    )
+        [int(i) for i in answer["prompt_ids"][at]], ids, log_probs, message, "length" if truncated else "stop",
+        output_sampling_mask=None if sets is None else sets[at],
+    )  # fmt: skip
     plain = isinstance(prompt, str)
     messages = [{"role": "user", "content": prompt}] if plain else list(prompt or [])
     return Rollout(
@@ -76,10 +89,11 @@ def _rollout(trainer: GRPOTrainer, plan: GroupPlan, member: int, answer: Mapping
         messages=[*messages, message], completion=text if plain else [message], completion_ids=ids,
         turns=(turn,), sequences=tuple(to_sequences([turn])), tool_calls=(),
         outcome=Outcome.TRUNCATED if truncated else Outcome.FINISHED, truncated=truncated,
-        extra={name: values[at] for name, values in answer.items() if name not in (*REQUIRED, "logprob_token_ids")},
+        extra={name: values[at] for name, values in answer.items() if name not in OWN},
     )  # fmt: skip
 
 
 def _first(value: Any) -> float:
-    """The sampled token's log-prob: a number, or the first of several candidates."""
-    return float(value[0]) if isinstance(value, (list, tuple)) else float(value)
+    """The sampled token's log-prob: a number, or the first of several candidates; None is NaN, never 0."""
+    value = value[0] if isinstance(value, (list, tuple)) else value
+    return math.nan if value is None else float(value)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from agentrl.train.candidates import sampler_heads, sampling_sets
 from agentrl.types import TrainingSequence
 
 
@@ -22,6 +23,7 @@ class TrainItem:
     old_N: Tensor | None = None  # log-probs before the first update; None: the current ones, detached
     sampler_N: Tensor | None = None  # log-probs recorded at sampling time
     ref_N: Tensor | None = None  # log-probs under the reference model
+    corrected: bool = False  # another engine drew it, and its log-probs `sampler_N` are known
 
     @property
     def trained_tokens(self) -> int:
@@ -48,6 +50,11 @@ class Row:
     targets_N: Tensor
     rollout_N: Tensor  # 0..R-1, the place of the token's rollout in `items`
     items: tuple[TrainItem, ...]  # [R]
+    sets_NK: Tensor | None = (
+        None  # ids that each token was drawn from, -1: padding; a row of -1: all; None: all, always
+    )
+    heads_NH: Tensor | None = None  # the sampler's most likely ids where each token was drawn, -1: padding
+    head_log_probs_NH: Tensor | None = None  # what the sampler gave them; -inf: padding
 
     def gathered(self, name: str) -> Tensor | None:
         """`old_N`, `sampler_N` or `ref_N` of all items, end to end; None where an item has none."""
@@ -89,6 +96,8 @@ def make_row(items: Sequence[TrainItem], device: torch.device) -> Row:
     def tensor(values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.long, device=device)
 
+    sequences = [sequence for item in items for sequence in item.sequences]
+    sets, heads = sampling_sets(sequences), sampler_heads(sequences)
     return Row(
         tensor(ids),
         tensor(positions),
@@ -97,6 +106,23 @@ def make_row(items: Sequence[TrainItem], device: torch.device) -> Row:
         tensor(targets),
         tensor(rollouts),
         tuple(items),
+        None if sets is None else sets.to(device),
+        None if heads is None else heads[0].to(device),
+        None if heads is None else heads[1].to(device),
+    )
+
+
+def filled(row: Row, multiple: int) -> Row:
+    """The row with a last segment that nothing is trained in, so that `multiple` divides T; itself where it does."""
+    missing = -len(row.input_ids_T) % multiple
+    if not missing:
+        return row
+    more = torch.zeros(missing, dtype=torch.long, device=row.input_ids_T.device)
+    return replace(
+        row,
+        input_ids_T=torch.cat([row.input_ids_T, more]),
+        position_ids_T=torch.cat([row.position_ids_T, torch.arange(missing, device=more.device)]),
+        lengths=(*row.lengths, missing),
     )
 
 

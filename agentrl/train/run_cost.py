@@ -142,10 +142,8 @@ def first_prompts(
     The episodes are played by a policy that answers at once.
     """
     pools, tools = setup.make_pools(parts.factory), build_tools(parts.tools)
-    renderer = Renderer(
-        tokenizer, chat_template_kwargs=dict(args.chat_template_kwargs or {}),  # type: ignore[arg-type]
-        with_tools=bool(tools) or any(pool.tools for pool in pools.values()),
-    )  # fmt: skip
+    with_tools = bool(tools) or any(pool.tools for pool in pools.values())
+    renderer = setup.make_renderer(tokenizer, args, with_tools=with_tools)
     stop = renderer.stop_ids[:1] or (0,)
     settings = RolloutSettings(max_completion_length=None, max_attempts=1, min_survivors=0, seed=args.seed)
     engine = RolloutEngine(ScriptedSampler([list(stop)]), renderer, pools, tools, settings)

@@ -34,6 +34,8 @@ class Schedule:
     iterations: int
     prompts: int
     rows: int | None  # of the dataset; None: endless
+    group: int = 1  # rollouts per prompt
+    drop_last: bool = False  # an epoch ends before a cycle that its rows would not fill
 
     @property
     def per_cycle(self) -> int:
@@ -42,8 +44,13 @@ class Schedule:
 
     @property
     def cycles_per_epoch(self) -> int | None:
-        """Cycles that see every row at least once; the last one is filled up from the epoch's beginning."""
-        return None if self.rows is None else math.ceil(self.rows / self.prompts)
+        """Cycles that see every row at least once; the last one is filled up from the epoch's beginning.
+
+        With `drop_last`, those that see no row twice, but at least one.
+        """
+        if self.rows is None:
+            return None
+        return max(1, self.rows // self.prompts) if self.drop_last else math.ceil(self.rows / self.prompts)
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -59,6 +66,20 @@ class Schedule:
         cycle, at = divmod(micro, self.per_cycle)
         iteration, part = divmod(at, self.slices)
         return Slice(cycle, part, iteration)
+
+    def groups(self, number: int) -> int:
+        """Groups, of all ranks, that optimizer step `number` has rollouts of.
+
+        >>> Schedule(accumulation=1, slices=4, iterations=1, prompts=3, rows=None, group=4).groups(1)  # 3..5 of 0..11
+        2
+        """
+        size = self.prompts * self.group // self.slices  # rollouts of a micro-batch
+        touched = {
+            (one.cycle, place // self.group)
+            for one in self.step(number)
+            for place in range(one.part * size, (one.part + 1) * size)
+        }
+        return len(touched)
 
     def trains_in_one_step(self, cycle: int) -> bool:
         """True where no weight update falls between the first and the last use of the cycle's rollouts."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import warnings
 from collections.abc import Mapping, Sequence
@@ -15,15 +14,27 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from agentrl.errors import ConfigurationError, MissingDependency
 from agentrl.pool import EnvironmentPool
 from agentrl.registry import resolve
+from agentrl.render import Renderer
 from agentrl.rollout.scoring import RewardSource, name_sources
 from agentrl.tasks import TaskSource
 from agentrl.train.config import GRPOConfig
+from agentrl.train.log_probs import router_loss_of, routes
 
 
 def init_kwargs(args: GRPOConfig) -> dict[str, Any]:
     """`model_init_kwargs` as a dict."""
     given = args.model_init_kwargs or {}
     return dict(json.loads(given) if isinstance(given, str) else given)
+
+
+def check_folder(model: str | Path) -> None:
+    """A name that can only be a folder is one.
+
+    Raises:
+        ConfigurationError: There is no such folder.
+    """
+    if str(model).startswith(("/", "./", "../", "~")) and not Path(model).expanduser().is_dir():
+        raise ConfigurationError(f"There is no folder '{model}' to load a model from.")
 
 
 def load_model(model: str | PreTrainedModel, args: GRPOConfig, quantization_config: Any = None) -> Any:
@@ -33,11 +44,10 @@ def load_model(model: str | PreTrainedModel, args: GRPOConfig, quantization_conf
         ConfigurationError: Neither a string nor a causal language model.
     """
     if isinstance(model, (str, Path)):
-        if str(model).startswith(("/", "./", "../", "~")) and not Path(model).expanduser().is_dir():
-            raise ConfigurationError(f"There is no folder '{model}' to load a model from.")
+        check_folder(model)
         kwargs = {"dtype": torch.float32, "trust_remote_code": args.trust_remote_code} | init_kwargs(args)
         if isinstance(kwargs["dtype"], str) and kwargs["dtype"] != "auto":
-            kwargs["dtype"] = getattr(torch, kwargs["dtype"])
+            kwargs["dtype"] = _dtype(kwargs["dtype"])
         if quantization_config is not None:
             kwargs["quantization_config"] = quantization_config
         loaded = AutoModelForCausalLM.from_pretrained(str(model), **kwargs)
@@ -55,20 +65,38 @@ def load_model(model: str | PreTrainedModel, args: GRPOConfig, quantization_conf
     return model
 
 
-def check_router(model: Any, args: GRPOConfig) -> None:
-    """No load-balancing loss is asked for, by the options or by the model's own config.
+def check_router(model: Any, args: GRPOConfig) -> float:
+    """The weight of the load-balancing loss: the option's, else that of the model's own config; 0 where there is none.
 
     Raises:
-        ConfigurationError: A mixture of experts that wants one, or the option on a model that is none.
+        ConfigurationError: The option on a model that is no mixture of experts, or on one for which transformers has
+            no such loss.
     """
     own = getattr(model.config.get_text_config(), "router_aux_loss_coef", None)
-    if args.router_aux_loss_coef is None and own:
-        raise ConfigurationError(
-            f"The model is a mixture of experts whose config asks for a load-balancing loss ({own}), which is not in "
-            "this version. Set router_aux_loss_coef=0.0 to train without it."
-        )
-    if args.router_aux_loss_coef is not None and own is None:
+    given = args.router_aux_loss_coef
+    if given is not None and own is None:
         raise ConfigurationError("router_aux_loss_coef is set but the model is no mixture of experts; leave it out.")
+    coef = own if given is None else given
+    if not coef:
+        return 0.0
+    causal = bare(model)
+    asked = routes(causal)
+    if asked and router_loss_of(causal) is not None:
+        return float(coef)
+    if given is None and not asked:
+        return 0.0  # the config of a family whose other members are mixtures of experts
+    why = "transformers has no load-balancing loss for it" if asked else "it gives no router logits"
+    raise ConfigurationError(
+        f"router_aux_loss_coef={coef} does not work with {type(causal).__name__}: {why}. Set router_aux_loss_coef=0.0 "
+        "to train without that loss."
+    )
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ConfigurationError(f"model_init_kwargs names the dtype '{name}'; write 'float32', 'bfloat16' or 'auto'.")
+    return found
 
 
 def _trainable(read: Any) -> Any:
@@ -96,7 +124,10 @@ def load_tokenizer(processing_class: Any, model: Any, args: GRPOConfig) -> Any:
         kwargs = {key: value for key, value in init_kwargs(args).items() if key == "revision"}
         processing_class = AutoTokenizer.from_pretrained(name, trust_remote_code=args.trust_remote_code, **kwargs)
     if hasattr(processing_class, "image_processor"):
-        raise ConfigurationError("Models with images are not in this version; pass the tokenizer of a text model.")
+        raise ConfigurationError(
+            "This version renders and records prompts with images, but cannot train on them. To train on text, pass "
+            f"the tokenizer inside the {type(processing_class).__name__}: processing_class=processor.tokenizer."
+        )
     rows = model.get_input_embeddings().weight.shape[0]
     if len(processing_class) > rows:
         raise ConfigurationError(
@@ -108,6 +139,27 @@ def load_tokenizer(processing_class: Any, model: Any, args: GRPOConfig) -> Any:
             raise ConfigurationError("The tokenizer has neither a pad token nor an end token; set one of them.")
         processing_class.pad_token = processing_class.eos_token
     return processing_class
+
+
+def make_renderer(tokenizer: Any, args: GRPOConfig, *, with_tools: bool) -> Renderer:
+    """Renders for the chat template that the options ask for.
+
+    Raises:
+        ConfigurationError: There is no such file, or the template cannot be used.
+    """
+    kwargs = args.chat_template_kwargs or {}
+    template = args.chat_template
+    if template is not None and template.endswith((".jinja", ".jinja2")):
+        file = Path(template).expanduser()
+        if not file.is_file():
+            raise ConfigurationError(f"chat_template={template!r}: there is no such file.")
+        template = file.read_text(encoding="utf-8")
+    return Renderer(
+        tokenizer,
+        chat_template=template,
+        chat_template_kwargs=dict(json.loads(kwargs) if isinstance(kwargs, str) else kwargs),
+        with_tools=with_tools,
+    )
 
 
 def wrap_peft(model: Any, peft_config: Any) -> Any:
@@ -128,14 +180,6 @@ def bare(model: Any) -> PreTrainedModel:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def reference_of(model: Any, source: Any, args: GRPOConfig, quantization_config: Any) -> Any | None:
-    """A frozen copy of the policy, None where none is needed (beta 0, or an adapter that can be switched off)."""
-    if args.beta == 0 or hasattr(model, "disable_adapter"):
-        return None
-    same = load_model(source, args, quantization_config) if isinstance(source, str) else copy.deepcopy(model)
-    return same.eval().requires_grad_(False)
-
-
 def silence_dropout(model: torch.nn.Module) -> None:
     """Every dropout of the model is 0."""
     for module in model.modules():
@@ -147,6 +191,13 @@ def silence_dropout(model: torch.nn.Module) -> None:
     for module in model.modules():  # attention layers read their probability from an attribute
         if isinstance(getattr(module, "attention_dropout", None), float):
             module.attention_dropout = 0.0  # type: ignore[assignment]
+
+
+def row_multiple(args: GRPOConfig) -> int:
+    """What the number of tokens in a training row is a multiple of: `pad_to_multiple_of`, resolved."""
+    if args.pad_to_multiple_of == "auto":
+        return 128 if args.device.type == "neuron" else 1  # it compiles once per shape
+    return int(args.pad_to_multiple_of or 1)
 
 
 def context_length(model: Any) -> int | None:
@@ -174,21 +225,11 @@ def task_source(
     dataset: Any, factory: Any, args: GRPOConfig, *, seed: int, order_seed: int | None = None, shuffle: bool = False
 ) -> TaskSource:
     """The rows of a dataset (None: what the environment makes) for the environments of `factory`."""
-    if dataset is not None and args.remove_unused_columns:
-        dataset = _two_columns(dataset)
     names = [str(name) for name in factory] if isinstance(factory, Mapping) else None
     return TaskSource(
-        dataset, seed=seed, order_seed=order_seed, shuffle=shuffle, environments=names, prompt_required=factory is None
-    )
-
-
-def _two_columns(dataset: Any) -> Any:
-    keep = ("prompt", "environment")
-    if hasattr(dataset, "remove_columns"):
-        return dataset.remove_columns([name for name in dataset.column_names or () if name not in keep])
-    if hasattr(dataset, "__len__"):
-        return [{name: row[name] for name in keep if name in row} for row in dataset]
-    raise ConfigurationError("remove_unused_columns needs a datasets.Dataset or a list; drop the columns yourself.")
+        dataset, seed=seed, order_seed=order_seed, shuffle=shuffle, environments=names, prompt_required=factory is None,
+        columns=("prompt", "environment") if args.remove_unused_columns else None,
+    )  # fmt: skip
 
 
 def make_sources(
@@ -201,9 +242,6 @@ def make_sources(
     """
     functions = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
     functions = [] if reward_funcs is None else functions
-    for function in functions:
-        if isinstance(function, (str, PreTrainedModel)):
-            raise ConfigurationError("Reward models are not available in this version; pass a reward function.")
     environments = list(dict.fromkeys(pool.name for pool in pools.values() if pool.has_reward))
     sources = name_sources(functions, weights, taken=environments)
     if not sources and not environments:

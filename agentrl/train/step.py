@@ -12,10 +12,13 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from agentrl.objective import LossConfig, LossTerms, clip_metrics, policy_loss, token_weights
-from agentrl.train.log_probs import PolicyForward, RowLogProbs
+from agentrl.objective import LossConfig, LossTerms, clip_metrics, entropy_bonus, policy_loss, token_weights
+from agentrl.train.correction import SamplerCorrection, fill_missing
+from agentrl.train.entropy import EntropyControl, EntropySettings, Kept, keep_top
+from agentrl.train.log_probs import PLAIN, PolicyForward, RowLogProbs, Wanted
 from agentrl.train.metrics import MetricWindow
 from agentrl.train.rows import Row, TrainItem, make_row, plan_rows
+from agentrl.train.speed import Stopwatch, add_batch_metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,47 +46,113 @@ def step_weights(batch: StepBatch, config: LossConfig, max_completion_length: in
     ).tolist()
 
 
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What must be known before the first backward pass of a step."""
+
+    weight_of: dict[int, float]  # id(item): weight of its trained tokens
+    kept: Kept | None  # None: all of them
+    kept_total: int  # trained tokens that are kept, over all ranks; counted where there is a bonus
+    entropy_coef: float
+    router_weight: float  # of one micro-batch's load-balancing loss; 0: none
+
+
 class StepRunner:
     """Trains batches on one rank; gradients add up in the model, the caller steps the optimizer."""
 
     def __init__(
-        self, policy: PolicyForward, accelerator: Accelerator, config: LossConfig, max_completion_length: int | None
-    ) -> None:
+        self, policy: PolicyForward, accelerator: Accelerator, config: LossConfig, max_completion_length: int | None,
+        entropy: EntropyControl | None = None, router_coef: float = 0.0, correction: SamplerCorrection | None = None,
+    ) -> None:  # fmt: skip
+        self.correction = correction
         self.policy, self.accelerator, self.config = policy, accelerator, config
         self.max_completion_length = max_completion_length
+        self.entropy = EntropyControl(EntropySettings()) if entropy is None else entropy
+        self.router_coef = router_coef
         self.world = accelerator.num_processes
+        self.forward = Stopwatch(accelerator.device)
+        self.tokens = (0, 0)  # (forwarded, trained) by this rank in the last step
 
     def run(self, model: torch.nn.Module, batch: StepBatch, window: MetricWindow) -> Tensor:
         """This rank's part of the loss times the number of ranks, so that the mean over ranks is the step's loss."""
         weights = step_weights(batch, self.config, self.max_completion_length, self.world)
-        trained = [(item, w) for item, w in zip(batch.items, weights, strict=True) if item.trained_tokens]
-        moving = [(item, w) for item, w in trained if item.advantage != 0.0 or self.config.beta > 0]
-        still = [(item, w) for item, w in trained if not (item.advantage != 0.0 or self.config.beta > 0)]
+        weight_of = {id(item): w for item, w in zip(batch.items, weights, strict=True)}
+        moving, still = self._split(batch)
         budget = self._budget(batch)
-        rows = self._rows([item for item, _ in moving], budget)
-        rows = self._same_number(rows, batch)
+        rows = self._rows_by_microbatch(batch) if self.router_coef else self._rows(moving, budget)
+        # Nothing moves here, but metrics over all completions cover it; not through DDP, whose ranks may have none.
+        seen = [(row, self._look(row)) for row in self._rows(still, budget)]
+        kept = self._keep(batch, [*seen, *((row, self._look(row)) for row in rows)]) if self.entropy.selects else None
+        plan = StepPlan(
+            weight_of, kept, self._kept_total(batch, kept), self.entropy.active,
+            self.router_coef / (batch.accumulation * self.world),
+        )  # fmt: skip
+        everything = [*(row for row, _ in seen), *rows]
+        self.tokens = add_batch_metrics(window, everything, batch.accumulation, self.world)
+        rows = self._same_number(rows)
         window.add("agentrl/no_signal_steps", float(not rows), 1)
         if not rows and getattr(self.accelerator, "scaler", None) is not None:
             rows = [_empty_row(self.accelerator.device)]  # a GradScaler steps only after a backward pass
-        weight_of = {id(item): w for item, w in trained}
+        tally = _Tally(window, self.correction)
+        for row, out in seen:
+            tally.add(row, out, self._terms(row, out, plan), plan)
         total = torch.zeros((), device=self.accelerator.device)
         for n, row in enumerate(rows):
-            last = n == len(rows) - 1
-            self.accelerator.gradient_state._set_sync_gradients(last)
-            with contextlib.nullcontext() if last else self.accelerator.no_sync(model), self.policy.context(row):
-                out = call(model, row)
-                loss, terms = self._loss(row, out, weight_of)
-                scale = self.world * self.accelerator.gradient_accumulation_steps
-                self.accelerator.backward(loss * scale)
-            total += loss.detach() * self.world
-            self._measure(row, out, terms, window)
-        # Nothing moves here, but metrics over all completions cover it; not through DDP, whose ranks may have none.
-        with torch.no_grad(), self.accelerator.autocast():
-            for row in self._rows([item for item, _ in still], budget):
-                with self.policy.context(row):
-                    out = call(self.policy.model, row)
-                self._measure(row, out, self._loss(row, out, weight_of)[1], window)
+            total += self._train(model, row, plan, tally, last=n == len(rows) - 1) * self.world
+        self.entropy.measured(tally.entropy, tally.kept, self.world)
+        if self.entropy.regularises:
+            window.add("policy_loss", tally.policy_loss, 1 / self.world)
+            window.add("entropy_coef", self.entropy.coef, 1)
         return total
+
+    def _train(self, model: torch.nn.Module, row: Row, plan: StepPlan, tally: _Tally, *, last: bool) -> Tensor:
+        """The row's part of the loss, which was run backward."""
+        self.accelerator.gradient_state._set_sync_gradients(last)
+        wanted = Wanted(entropy_gradient=plan.entropy_coef != 0.0, router_loss=plan.router_weight != 0.0)
+        with contextlib.nullcontext() if last else self.accelerator.no_sync(model), self.policy.context(row):
+            with self.forward():
+                out = call(model, row, wanted)
+            terms = self._terms(row, out, plan)
+            loss = self._loss(row, out, terms, plan)
+            self.accelerator.backward(loss * (self.world * self.accelerator.gradient_accumulation_steps))
+        tally.add(row, out, terms, plan)
+        return loss.detach()
+
+    def _split(self, batch: StepBatch) -> tuple[list[TrainItem], list[TrainItem]]:
+        """Trained rollouts that have a gradient, and those that have none."""
+        trained = [item for item in batch.items if item.trained_tokens]
+        if self.config.beta > 0 or self.entropy.active or self.router_coef:
+            return trained, []
+        return [i for i in trained if i.advantage != 0.0], [i for i in trained if i.advantage == 0.0]
+
+    @torch.no_grad()
+    def _look(self, row: Row) -> RowLogProbs:
+        with self.accelerator.autocast(), self.policy.context(row), self.forward():
+            return call(self.policy.model, row)
+
+    def _keep(self, batch: StepBatch, seen: Sequence[tuple[Row, RowLogProbs]]) -> Kept:
+        entropy_of = {
+            id(item): out.entropy_N[row.rollout_N == place].float().cpu()
+            for row, out in seen
+            for place, item in enumerate(row.items)
+        }
+        quantile = self.entropy.settings.top_quantile
+        return keep_top(batch.items, batch.microbatch, batch.accumulation, entropy_of, quantile, self.world)
+
+    def _kept_total(self, batch: StepBatch, kept: Kept | None) -> int:
+        """What the bonus is divided by; 0 where there is no bonus."""
+        if not self.entropy.active:
+            return 0
+        if kept is not None:
+            return kept.total
+        mine = sum(item.trained_tokens for item in batch.items)
+        return sum(gather_object([mine])) if self.world > 1 else mine
+
+    def _rows_by_microbatch(self, batch: StepBatch) -> list[Row]:
+        """One row for each micro-batch: a load-balancing loss is no sum over tokens, so its tokens stay together."""
+        pairs = [(item, m) for item, m in zip(batch.items, batch.microbatch, strict=True) if item.trained_tokens]
+        parts = [[item for item, m in pairs if m == n] for n in range(batch.accumulation)]
+        return [make_row(part, self.accelerator.device) for part in parts if part]
 
     def _budget(self, batch: StepBatch) -> int:
         """Tokens of a row: what a padded micro-batch of the longest rollout would take."""
@@ -93,46 +162,92 @@ class StepRunner:
         plan = plan_rows([item.tokens for item in items], budget)
         return [make_row([items[i] for i in row], self.accelerator.device) for row in plan]
 
-    def _same_number(self, rows: list[Row], batch: StepBatch) -> list[Row]:
+    def _same_number(self, rows: list[Row]) -> list[Row]:
         """As many rows as the rank with the most has; the added ones train nothing but keep the ranks in step."""
         if self.world == 1:
             return rows
         most = max(gather_object([len(rows)]))
         return rows + [_empty_row(self.accelerator.device) for _ in range(most - len(rows))]
 
-    def _loss(self, row: Row, out: RowLogProbs, weight_of: dict[int, float]) -> tuple[Tensor, LossTerms | None]:
+    def _terms(self, row: Row, out: RowLogProbs, plan: StepPlan) -> LossTerms | None:
         if not len(row.targets_N):
-            return out.log_probs_N.sum() * 0.0, None
+            return None
         old = row.gathered("old_N")
+        old = out.log_probs_N.detach() if old is None else old
+        correction = None if self.correction is None else self.correction.weights(row, old)
         terms = policy_loss(
             out.log_probs_N,
-            out.log_probs_N.detach() if old is None else old,
+            old,
             row.per_token([item.advantage for item in row.items]),
             row.rollout_N,
             self.config,
             ref_log_probs_T=row.gathered("ref_N"),
-            sampler_log_probs_T=row.gathered("sampler_N"),
+            sampler_log_probs_T=fill_missing(row.gathered("sampler_N"), old),
+            correction_T=correction,
+            correction_level="token" if self.correction is None else self.correction.level,
+            keep_T=_kept(row, plan),
             num_rollouts=len(row.items),
         )
-        weights_N = row.per_token([weight_of[id(item)] for item in row.items])
-        return (weights_N * terms.loss_T).sum().float(), terms
+        if correction is not None:
+            terms.extras.update(correction_T=correction, old_T=old)  # for the metrics
+        return terms
 
-    def _measure(self, row: Row, out: RowLogProbs, terms: LossTerms | None, window: MetricWindow) -> None:
+    def _loss(self, row: Row, out: RowLogProbs, terms: LossTerms | None, plan: StepPlan) -> Tensor:
+        """The row's part: policy and KL, minus the entropy bonus, plus the load-balancing loss."""
+        if terms is None:
+            nothing = out.log_probs_N.sum() * 0.0
+            return nothing if out.router_loss is None else nothing + out.router_loss * 0.0
+        loss = _weighted(row, terms, plan)
+        if plan.entropy_coef:
+            loss = loss + entropy_bonus(out.entropy_N, _kept(row, plan), plan.entropy_coef, plan.kept_total)
+        if out.router_loss is not None:
+            loss = loss + plan.router_weight * out.router_loss
+        return loss
+
+
+class _Tally:
+    """Adds up what a step measures. Everything here is without gradient."""
+
+    def __init__(self, window: MetricWindow, correction: SamplerCorrection | None) -> None:
+        self.window, self.correction = window, correction
+        self.policy_loss = self.entropy = 0.0
+        self.kept = 0
+
+    def add(self, row: Row, out: RowLogProbs, terms: LossTerms | None, plan: StepPlan) -> None:
         if terms is None:
             return
-        window.add("entropy", float(out.entropy_N.sum()), len(out.entropy_N))
+        window, entropy_N, keep_N = self.window, out.entropy_N.detach(), _kept(row, plan)
+        self.policy_loss += float(_weighted(row, terms, plan).detach())
+        self.entropy += float((entropy_N if keep_N is None else entropy_N[keep_N]).sum())
+        self.kept += len(entropy_N) if keep_N is None else int(keep_N.sum())
+        window.add("entropy", float(entropy_N.sum()), len(entropy_N))
         if terms.kl_T is not None:
             window.add("kl", float(terms.kl_T.sum()), len(terms.kl_T))
+        if out.router_loss is not None:
+            window.add("aux_loss", float(out.router_loss.detach()), 1)
+        if self.correction is not None and "correction_T" in terms.extras:
+            self.correction.measure(window, row, terms.extras["old_T"], terms.extras["correction_T"])
         # counted on the CPU: in float64, which MPS does not have
         extras = {name: tensor.cpu() for name, tensor in terms.extras.items()}
         flags = replace(terms, low_T=terms.low_T.cpu(), high_T=terms.high_T.cpu(), extras=extras)
         window.parts.append(clip_metrics(flags, row.rollout_N.cpu(), num_rollouts=len(row.items)))
 
 
-def call(model: torch.nn.Module, row: Row) -> RowLogProbs:
+def _weighted(row: Row, terms: LossTerms, plan: StepPlan) -> Tensor:
+    return (row.per_token([plan.weight_of[id(item)] for item in row.items]) * terms.loss_T).sum().float()
+
+
+def _kept(row: Row, plan: StepPlan) -> Tensor | None:
+    """[N] bool, or None where every token is kept."""
+    if plan.kept is None:
+        return None
+    return torch.cat([plan.kept.mask_of[id(item)] for item in row.items]).to(row.targets_N.device)
+
+
+def call(model: torch.nn.Module, row: Row, wanted: Wanted = PLAIN) -> RowLogProbs:
     """The row through the (possibly wrapped) model's forward."""
-    out: Any = model(agentrl_row=row)
-    return RowLogProbs(out["log_probs_N"], out["entropy_N"])
+    out: Any = model(agentrl_row=row, agentrl_wanted=wanted)
+    return RowLogProbs(**out)
 
 
 def _empty_row(device: torch.device) -> Row:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,22 +15,26 @@ from transformers import PreTrainedModel, Trainer
 from agentrl.errors import ConfigurationError
 from agentrl.objective import clip_summary
 from agentrl.record import EpisodeWriter, begin_record
-from agentrl.render import Renderer
 from agentrl.rollout.engine import RolloutSettings
 from agentrl.rollout.group import GroupPlan
-from agentrl.tasks import TaskSource, derive_seed
+from agentrl.tasks import TaskSource, derive_seed, is_sized
 from agentrl.tool_schema import build_tools
 from agentrl.train import setup
 from agentrl.train.buffer import RolloutBuffer
 from agentrl.train.config import GRPOConfig
-from agentrl.train.evaluate import check_eval_data, evaluate
+from agentrl.train.entropy import EntropyControl
+from agentrl.train.evaluate import evaluate, prepare_eval_data
 from agentrl.train.generation import AdvantageSettings
+from agentrl.train.head import cast_head_to_fp32
 from agentrl.train.log_probs import PolicyForward
-from agentrl.train.metrics import MetricWindow
+from agentrl.train.metrics import MetricWindow, Reported
 from agentrl.train.player import Player
-from agentrl.train.printing import print_completions
+from agentrl.train.printing import log_completions
+from agentrl.train.reference import keep_reference
+from agentrl.train.reward_models import load_reward_models, place_reward_models
 from agentrl.train.schedule import Schedule
 from agentrl.train.short_log import shorten
+from agentrl.train.speed import StepClock
 from agentrl.train.step import StepRunner
 from agentrl.types import RolloutGroup, SamplingParams
 
@@ -39,7 +44,8 @@ class GRPOTrainer(Trainer):
 
     Args:
         model: Model id or path (loaded in float32 unless told otherwise), a transformers model, or a PeftModel.
-        reward_funcs: One reward function or a list. Called by name with `prompts`, `completions`, `completion_ids`,
+        reward_funcs: One reward function or a list; a model id, a path or a sequence-classification model with one
+            output is a reward model. Functions are called by name with `prompts`, `completions`, `completion_ids`,
             `trainer_state`, `log_extra`, `log_metric`, `environments` (with an environment) and the dataset's other
             columns; returns one number or None per completion. May be left out where the environment scores itself.
         args: A `GRPOConfig`.
@@ -47,7 +53,8 @@ class GRPOTrainer(Trainer):
             environment that writes its own prompts; `max_steps` is then required, as for iterable data.
         eval_dataset: The same for evaluation; or a dict of several.
         processing_class: The tokenizer; by default the one saved with the model.
-        reward_processing_classes: Tokenizers of reward models (not in this version).
+        reward_processing_classes: The tokenizer of the only reward model, or a list with one entry per reward function
+            (None: the one saved with the model).
         callbacks: As in `transformers.Trainer`.
         optimizers: As in `transformers.Trainer`.
         quantization_config: Used when the model is a string.
@@ -84,22 +91,22 @@ class GRPOTrainer(Trainer):
         args = GRPOConfig() if args is None else args
         if not isinstance(args, GRPOConfig):
             raise ConfigurationError(f"args must be a GRPOConfig, not a {type(args).__name__}.")
-        if reward_processing_classes is not None:
-            raise ConfigurationError("reward_processing_classes: reward models are not available in this version.")
         self.loss_config = args.loss_config()
         pools = setup.make_pools(environment_factory)
+        reward_funcs = load_reward_models(reward_funcs, reward_processing_classes, args)
         sources, weights = setup.make_sources(reward_funcs, args.reward_weights, pools)
         self.tasks = _task_source(train_dataset, args, environment_factory)
         self.environment_factory = environment_factory
-        check_eval_data(eval_dataset, environment_factory, args)
+        eval_dataset = prepare_eval_data(eval_dataset, environment_factory, args)
         standalone = build_tools(tools)
         policy = setup.load_model(model, args, quantization_config)
-        setup.check_router(policy, args)
+        router_coef = setup.check_router(policy, args)
         tokenizer = setup.load_tokenizer(processing_class, policy, args)
         policy = setup.wrap_peft(policy, peft_config)
         if args.disable_dropout:
             setup.silence_dropout(policy)
-        reference = setup.reference_of(policy, model, args, quantization_config)
+        if args.cast_lm_head_to_fp32:
+            cast_head_to_fp32(setup.bare(policy))
         if args.gradient_checkpointing and args.gradient_checkpointing_kwargs is None:
             args.gradient_checkpointing_kwargs = {"use_reentrant": False}
         super().__init__(
@@ -110,29 +117,32 @@ class GRPOTrainer(Trainer):
         self.args: GRPOConfig = args
         self.eval_dataset = eval_dataset  # None: an environment's own episodes
         self._refuse_sharding()
-        self.renderer = Renderer(
-            tokenizer, chat_template_kwargs=_as_dict(args.chat_template_kwargs),
-            with_tools=bool(standalone) or any(pool.tools for pool in pools.values()),
-        )  # fmt: skip
+        place_reward_models(reward_funcs, self.accelerator)
+        with_tools = bool(standalone) or any(pool.tools for pool in pools.values())
+        self.renderer = setup.make_renderer(tokenizer, args, with_tools=with_tools)
         self.player = Player(
             policy, self.renderer, pools, standalone, sources, self._rollout_settings(),
             torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None,
         )  # fmt: skip
-        self.policy_forward = PolicyForward(setup.bare(policy), args.temperature)
-        self.reference_forward = None
-        if reference is not None:
-            self.reference_forward = PolicyForward(reference.to(args.device), args.temperature)
+        self.policy_forward = PolicyForward(setup.bare(policy), args.temperature, multiple=setup.row_multiple(args))
+        self.reference = keep_reference(self)
         self.schedule = self._schedule()
         self.window = {"train": MetricWindow(), "eval": MetricWindow()}
-        self.has_tools = self.player.engine.has_tools()
+        self.clock = StepClock(self.window["train"], self.accelerator.num_processes)
+        self.add_callback(self.clock)
+        self.reported = Reported(
+            frozenset(self.player.engine.tool_names()),
+            tuple(str(name) for name in pools) if len(pools) > 1 else (), tuple(weights),
+        )  # fmt: skip
         self.rollout_func = rollout_func
         self.buffer = RolloutBuffer(
             self, AdvantageSettings(str(args.scale_rewards), args.multi_objective_aggregation, weights,
                                     args.mask_truncated_completions),
         )  # fmt: skip
         self.step_runner = StepRunner(
-            self.policy_forward, self.accelerator, self.loss_config, args.max_completion_length
-        )
+            self.policy_forward, self.accelerator, self.loss_config, args.max_completion_length,
+            EntropyControl(args.entropy_settings()), router_coef, args.sampler_correction(),
+        )  # fmt: skip
         self._writer: EpisodeWriter | None = None
         self._last_groups: tuple[RolloutGroup, ...] = ()
         self._check_prompts()
@@ -165,7 +175,14 @@ class GRPOTrainer(Trainer):
             iterations=args.num_iterations,
             prompts=args.generation_batch_size // (args.num_generations or 1),
             rows=self.tasks.size,
+            group=args.num_generations or 1,
+            drop_last=args.dataloader_drop_last,
         )
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if self.reference is not None:
+            self.reference.restore(Path(resume_from_checkpoint))
 
     def _refuse_sharding(self) -> None:
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
@@ -207,7 +224,13 @@ class GRPOTrainer(Trainer):
         self.policy_forward.probe()
         batch = self.buffer.batch(self.state.global_step)
         model.train()
+        entropy, saved = self.step_runner.entropy, self.state.stateful_callbacks
+        assert isinstance(saved, dict)  # in every checkpoint, beside the states of callbacks
+        entropy.load(saved)
+        begun, self.step_runner.forward.seconds = time.perf_counter(), 0.0
         loss = self.step_runner.run(model, batch, self.window["train"])
+        self.clock.trained(self.step_runner.tokens, time.perf_counter() - begun, self.step_runner.forward.seconds)
+        entropy.save(saved)
         self.window["train"].add("step_time", time.perf_counter() - started)
         return loss
 
@@ -239,7 +262,7 @@ class GRPOTrainer(Trainer):
         if mode == "train":
             logs = logs | self.collect("train") | {"num_tokens": float(self.state.num_input_tokens_seen)}
             if self.args.log_completions and self.accelerator.is_main_process:
-                print_completions(self._last_groups, self.args, self.state.global_step)
+                log_completions(self._last_groups, self.args, self.state.global_step)
         super().log(logs, start_time)
 
     def collect(self, mode: str) -> dict[str, float]:
@@ -289,13 +312,11 @@ def _task_source(dataset: Any, args: GRPOConfig, factory: Any) -> TaskSource:
     """
     if dataset is None and factory is None:
         raise ConfigurationError("There is nothing to play: pass train_dataset, environment_factory, or both.")
-    if (dataset is None or not hasattr(dataset, "__len__")) and args.max_steps <= 0:
+    if not is_sized(dataset) and args.max_steps <= 0:
         what = "Without a train_dataset" if dataset is None else "With iterable data"
         raise ConfigurationError(f"{what} the length of the run is not known: set max_steps in GRPOConfig.")
+    if args.dataloader_num_workers:
+        warnings.warn("dataloader_num_workers does nothing: a row is read when it is played.", stacklevel=3)
     return setup.task_source(
         dataset, factory, args, seed=args.seed, order_seed=args.data_seed, shuffle=bool(args.shuffle_dataset)
     )
-
-
-def _as_dict(value: Any) -> dict[str, Any] | None:
-    return dict(value) if value else None
