@@ -279,7 +279,9 @@ def test_sets_by_name(tmp_path: Path):
         assert set(made.evaluate(ROWS[:1], metric_key_prefix="test")) == {
             name.replace("eval_easy_", "test_") for name in metrics if name.startswith("eval_easy_")
         }
-        with pytest.raises(ConfigurationError, match=r"no evaluation set 'harder'; eval_dataset has: \['easy', 'hard'\]"):
+        with pytest.raises(
+            ConfigurationError, match=r"no evaluation set 'harder'; eval_dataset has: \['easy', 'hard'\]"
+        ):
             made.evaluate("harder")
 
 

@@ -3,37 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-import io
-import json
 import math
-import re
 import statistics
-import sys
-import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import train_kit as kit
-from rich.console import Console
 from test_fork_metrics import group, rollout, turn
-from train_kit import Door, Lamp, length, make
 
-from agentrl.record import read_episodes
 from agentrl.train.generation import AdvantageSettings, SharedRollout, compare, play_cycle
 from agentrl.train.metrics import MetricWindow, Reported, add_reward_metrics, add_rollout_metrics, add_speed
-from agentrl.train.printing import completion_table, log_completions
+from agentrl.train.rows import TrainItem
 from agentrl.train.schedule import Schedule
+from agentrl.train.speed import add_staleness
 from agentrl.types import Outcome, RolloutGroup, Task, ToolCallRecord
 
 
 def values(*windows: MetricWindow) -> dict[str, float]:
     return MetricWindow.values([window.state() for window in windows])
-
-
-def call(name: str, **arguments: Any) -> dict[str, Any]:
-    return {"tool_calls": [{"name": name, "arguments": arguments}]}
 
 
 # --- windows ---------------------------------------------------------------------------
@@ -45,7 +34,7 @@ def test_F103_windows_of_ranks_join_as_sums_counts_and_extremes():
         window.low("low", min(numbers))
         window.high("high", max(numbers))
         window.count("count", len(numbers))
-        window.under("env/door/").add_all("mean", numbers)
+        window.under("env/").under("door/").add_all("mean", numbers)
     assert values(one, two) == {"mean": 9 / 4, "env/door/mean": 9 / 4, "low": 0.0, "high": 6.0, "count": 4}
     one.clear()
     assert values(one) == {}
@@ -238,71 +227,6 @@ def test_F109_a_rollout_in_three_sequences_counts_once():
     assert cycle.advantages.rewards_N.tolist() == [1.0, 0.0]
 
 
-# --- advantages of a run ---------------------------------------------------------------
-LOW, HIGH = [0.0, 1.0, 1.0, 2.0], [0.0, 0.0, None, 4.0]  # of group 0; group 1 has 0.35 all over, and one unscored
-
-
-def advantages_of(folder: Path, **args: Any) -> tuple[list[list[float | None]], dict[str, float]]:
-    """[group][member] advantages on record, and the log, of two groups scored by two functions with weights 1 and 2."""
-
-    def low(completion_ids: list[list[int]], prompts: list[str]) -> list[float | None]:
-        return LOW if prompts[0] == "a" else [0.35, 0.35, 0.35, None]  # type: ignore[return-value]
-
-    def high(completions: list[str], prompts: list[str]) -> list[float | None]:
-        return HIGH if prompts[0] == "a" else [None] * 4  # type: ignore[return-value]
-
-    samples = uneven()
-    options = {"reward_weights": [1.0, 2.0], "record_episodes": True, **args}
-    made = kit.trainer(kit.policy(), samples, kit.config(folder, **options), reward_funcs=[low, high])
-    made.train()
-    made.close()
-    records = sorted(read_episodes(folder / "episodes.jsonl"), key=lambda one: (one["group_id"], one["member"]))
-    found = [one["advantage"] for one in records]
-    return [found[:4], found[4:]], made.state.log_history[0]
-
-
-@pytest.mark.parametrize("scale", ["group", "batch", "none", True, False])
-def test_F011_F183_scale_rewards_in_a_run_with_weights_and_missing_rewards(tmp_path: Path, scale: Any):
-    """Sums 0, 1, 1, 10 in group 0 (a source that returned None adds nothing); 0.35 three times in group 1."""
-    sums = [0.0, 1.0, 1.0, 10.0]
-    divisor = {
-        "group": statistics.stdev(sums) + 1e-4, "batch": statistics.stdev([*sums, 0.35, 0.35, 0.35]) + 1e-4, "none": 1.0
-    }[{True: "group", False: "none"}.get(scale, scale)]  # fmt: skip
-    found, log = advantages_of(tmp_path, scale_rewards=scale)
-    assert found[0] == pytest.approx([(value - 3.0) / divisor for value in sums], rel=1e-6)
-    assert found[1] == [0.0] * 4  # exactly; the last one was scored by nobody
-    assert log["reward"] == pytest.approx((12 + 3 * 0.35) / 7) and log["rewards/unscored_frac"] == 1 / 8
-    assert log["frac_reward_zero_std"] == pytest.approx(3 / 7)
-    assert log["reward_group_std"] == pytest.approx(4 * statistics.stdev(sums) / 7)
-    assert log["rewards/high/mean"] == pytest.approx(4 / 3)
-
-
-def test_normalize_then_sum_in_a_run(tmp_path: Path):
-    """Each source standardised in its group, summed with the weights, and the sums standardised over the batch."""
-    low = [(value - 1.0) / (statistics.stdev(LOW) + 1e-4) for value in LOW]  # type: ignore[arg-type]
-    seen = [0.0, 0.0, 4.0]
-    mean, spread = 4 / 3, statistics.stdev(seen) + 1e-4
-    high = [0.0 if value is None else (value - mean) / spread for value in HIGH]
-    sums = [a + 2 * b for a, b in zip(low, high, strict=True)]
-    batch = [*sums, 0.0, 0.0, 0.0]  # group 1's three scored members; the unscored one is in no mean
-    want = [(value - statistics.fmean(batch)) / (statistics.stdev(batch) + 1e-4) for value in sums]
-    found, _ = advantages_of(tmp_path, multi_objective_aggregation="normalize_then_sum")
-    assert found[0] == pytest.approx(want, rel=1e-6) and found[1] == [0.0] * 4
-
-
-def test_F181_a_single_survivor_trains_on_nothing(tmp_path: Path):
-    """Three of four members were scored by nobody: no baseline, so the one with reward 1 moves nothing either."""
-    table = {"a": [([20 + n, kit.stop()], 1.0 if n == 2 else None) for n in range(4)]}
-    model = kit.policy()
-    before = kit.weights(model)
-    args = kit.config(tmp_path, per_device_train_batch_size=4)
-    made = kit.trainer(model, kit.Fixed(table), args)
-    made.train()
-    log = made.state.log_history[0]
-    assert torch.equal(kit.weights(model), before) and log["agentrl/no_signal_steps"] == 1.0
-    assert (log["reward"], log["frac_reward_zero_std"], log["rewards/unscored_frac"]) == (1.0, 1.0, 0.75)
-
-
 # --- the step --------------------------------------------------------------------------
 def trained(samples: kit.Fixed, folder: Path, **args: Any) -> Any:
     made = kit.trainer(kit.policy(), samples, kit.config(folder, **args))
@@ -390,6 +314,16 @@ def test_staleness_counts_the_updates_since_a_sample_was_played(tmp_path: Path):
     assert kit.logs_with(whole, "sample/staleness_max") == [3]
 
 
+def test_staleness_is_of_sequences_that_are_trained():
+    """One forked rollout in two sequences, 3 updates old; one of this step; a masked one, 9 updates old."""
+    sequences = rollout([turn([1], [2]), turn([3], [4])]).sequences
+    items = [TrainItem(0, sequences, 1.0, True), TrainItem(1, sequences[:1], 1.0, True),
+             TrainItem(2, sequences, 1.0, False)]  # fmt: skip
+    window = MetricWindow()
+    add_staleness(window, items, [3, 0, 9])
+    assert values(window) == {"sample/staleness_mean": 2.0, "sample/staleness_max": 3}
+
+
 def test_groups_of_a_step_are_counted_where_a_group_lies_in_two_micro_batches():
     """Cycles of 3 groups of 4 in 4 micro-batches of 3: group 0 fills the first and a third of the second."""
     plan = Schedule(accumulation=1, slices=4, iterations=1, prompts=3, rows=None, group=4)
@@ -433,138 +367,3 @@ def test_what_a_run_did_not_log_is_not_counted_in_the_next(tmp_path: Path):
     for _ in range(2):
         made.train()
         assert kit.logs_with(made, "reward") == [1.5]
-
-
-# --- every documented name -------------------------------------------------------------
-DOCUMENTED = json.loads((Path(__file__).parent / "data" / "metrics.json").read_text())
-NOT_LOGGED = {
-    # a queue of samples between players and a trainer that run at the same time
-    **dict.fromkeys(
-        ("rollout/score_queue_size", "rollout/queue_size", "rollout/score_wait_s", "rollout/score_block_s",
-         "rollout/backpressure_s", "sample/time_in_queue_s", "sample/dropped_stale_count"), "async",
-    ),
-    # groups with equal rewards are kept here, so that there are none that were kept or dropped
-    "reward_kept": "async", "reward_dropped": "async",
-    # the asynchronous loss: tokens outside the bounds are dropped; score centering
-    "sampling/masked_mean": "async", "sampling/sampler_mass": "async",
-    # the server's load, and weights that travel to it
-    **dict.fromkeys(
-        ("rollout/concurrency_cap", "rollout/vllm_retry_count", "rollout/vllm_kv_cache_usage_frac",
-         "rollout/vllm_running_requests", "rollout/vllm_queued_requests", "rollout/vllm_preemption_count",
-         "perf/weight_sync_s", "perf/weight_sync_pause_s", "perf/weight_sync_barrier_s",
-         "perf/weight_sync_transfer_s"), "vllm",
-    ),
-    # rows that share prefixes under a token budget, one per process; here nothing is shared, padded or dropped
-    **dict.fromkeys(
-        ("batch/row_fill_frac", "batch/row_imbalance", "batch/packing_ratio", "batch/pad_frac",
-         "batch/dropped_oversize_count"), "async",
-    ),
-    # a table of every device's peak
-    "perf/fwd_bwd_mfu": "device", "perf/wall_clock_mfu": "device",
-}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def every_log(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
-    """Names that runs of each kind log."""
-    folder = tmp_path_factory.mktemp("names")
-    rows = [{"prompt": "a door", "environment": "door"}, {"prompt": "a lamp", "environment": "lamp"}]
-
-    def script(request: Any) -> Any:
-        if request.messages[-1]["role"] == "tool":
-            return "done"
-        return call("switch") if "lamp" in str(request.messages) else call("push", times=2)
-
-    played = make(folder, script, train_dataset=rows, environment_factory={"door": Door, "lamp": Lamp},
-                  eval_dataset={"few": rows[:1], "both": rows}, reward_funcs=length,
-                  args={"max_completion_length": 300, "entropy_coef": 0.1, "beta": 0.1})  # fmt: skip
-    played.train()
-    names = {"played": set(played.state.log_history[0]), "eval": set(played.evaluate())}
-    played.close()
-    for loss_type in ("cispo", "vespo"):
-        names[loss_type] = set(trained(kit.fixed(), folder, loss_type=loss_type).state.log_history[0])
-    corrected = trained(kit.fixed(), folder, vllm_importance_sampling_correction=True)
-    names["another sampler"] = set(corrected.state.log_history[0])
-    ends = {"vocab_size": len(kit.tokenizer()), "eos_token_id": kit.stop(), "max_position_embeddings": 2048}
-    mixture = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "router_aux_loss_coef": 0.5}
-    experts = kit.trainer(kit.build("Qwen3Moe", **ends, **mixture), kit.fixed(), kit.config(folder))
-    experts.train()
-    names["experts"] = set(experts.state.log_history[0])
-    return names
-
-
-def fits(pattern: str, names: set[str]) -> bool:
-    wanted = re.compile(re.escape(pattern).replace(r"\{name\}", "[^/]+"))
-    return any(wanted.fullmatch(name) for name in names)
-
-
-@pytest.mark.parametrize("name", dict.fromkeys(DOCUMENTED["GRPOTrainer"] + DOCUMENTED["AsyncGRPOTrainer"]))
-def test_every_documented_name_is_logged_or_listed_with_its_reason(every_log: dict[str, set[str]], name: str):
-    found = [kind for kind, names in every_log.items() if fits(name, names)]
-    assert bool(found) != (name in NOT_LOGGED), (name, found)
-    if name in DOCUMENTED["GRPOTrainer"]:
-        assert found  # the synchronous trainer's own are all there
-
-
-def test_each_kind_of_run_logs_its_own_names(every_log: dict[str, set[str]]):
-    assert "cispo_clip_ratio" in every_log["cispo"] and "clip_ratio/low_mean" not in every_log["cispo"]
-    assert "vespo/phi_seq_mean" in every_log["vespo"] and "clip_ratio/low_mean" not in every_log["vespo"]
-    assert {"aux_loss"} <= every_log["experts"] and not {"kl", "entropy_coef", "policy_loss"} & every_log["experts"]
-    for prefix in ("eval_few_", "eval_both_"):
-        for name in ("reward", "reward_std", "completions/mean_length", "tools/call_frequency", "rewards/Door/mean",
-                     "env/reset_s", "env/door/reward", "env/door/completions/mean_length", "runtime"):  # fmt: skip
-            assert prefix + name in every_log["eval"]
-    assert "eval_few_env/lamp/reward" not in every_log["eval"] and "eval_both_env/lamp/reward" in every_log["eval"]
-    assert not [name for name in every_log["eval"] if "loss" in name or "perf/" in name]
-
-
-def test_mixed_environments_in_a_run(every_log: dict[str, set[str]]):
-    for name in ("reward", "reward_std", "completions/mean_length", "completions/clipped_ratio", "rollout/turns_mean",
-                 "tools/call_frequency", "tools/failure_frequency", "rollout/failed_frac", "rollout_frac"):  # fmt: skip
-        assert {f"env/door/{name}", f"env/lamp/{name}"} <= every_log["played"]
-    assert not [name for name in every_log["cispo"] if name.startswith("env/")]
-
-
-# --- the completions table -------------------------------------------------------------
-class Board(types.ModuleType):
-    """A tracker that keeps the latest value of each key, as trackers do."""
-
-    def __init__(self) -> None:
-        super().__init__("wandb")
-        self.shown: dict[str, Any] = {}
-
-    def Table(self, columns: list[str], data: list[list[Any]]) -> tuple[list[str], list[list[Any]]]:
-        return columns, data
-
-    def log(self, values: dict[str, Any], commit: bool = True) -> None:
-        assert not commit  # it goes out with the step's numbers
-        self.shown |= values
-
-
-def test_F171_tables_of_all_steps_can_be_viewed_and_every_row_has_every_column(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    board, args = Board(), kit.config(tmp_path, log_completions=True)
-    monkeypatch.setitem(sys.modules, "wandb", board)
-    args.report_to = ["wandb"]
-    forked = rollout([turn([1], [2]), turn([3], [4])], 1.0, extra={"golden": 7}, advantage=0.5)
-    failed = rollout([], outcome=Outcome.RESET_FAILED, sequences=())
-    printed = io.StringIO()
-    for step in (1, 2, 3):
-        log_completions([group(forked, failed)], args, step, Console(file=printed, width=200))
-    assert set(board.shown) == {"completions/step_1", "completions/step_2", "completions/step_3"}
-    columns, rows = board.shown["completions/step_2"]
-    assert columns == ["Prompt", "Completion", "score", "golden", "Advantage", "Outcome"]
-    assert rows == [["x", "", 1.0, "7", 0.5, "finished"], ["x", "", None, "", None, "reset_failed"]]
-    assert all(f"Step {step}" in printed.getvalue() for step in (1, 2, 3))
-    args.report_to = []
-    board.shown.clear()
-    log_completions([group(forked)], args, 4, Console(file=printed, width=200))
-    assert not board.shown
-
-
-def test_completion_tables_are_cut_as_asked(tmp_path: Path):
-    members = [rollout([turn([1], [2])], float(n), n) for n in range(3)]
-    groups = [group(*members), group(*members)]
-    assert len(completion_table(groups, kit.config(tmp_path, num_completions_to_print=4))[1]) == 4
-    assert len(completion_table(groups, kit.config(tmp_path, log_unique_prompts=True))[1]) == 2

@@ -120,9 +120,7 @@ def test_F159_F161_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, iterat
     resumed = make("resumed")
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
     torch.testing.assert_close(kit.weights(resumed.model), kit.weights(whole.model), atol=1e-7, rtol=0)
-    entries = [
-        [kit.lasting(e) for e in t.state.log_history if e["step"] > 2 and "loss" in e] for t in (whole, resumed)
-    ]
+    entries = [[kit.lasting(e) for e in t.state.log_history if e["step"] > 2 and "loss" in e] for t in (whole, resumed)]
     assert entries[1] == [pytest.approx(e, abs=1e-6) for e in entries[0]] and len(entries[0]) == 2
     rewards = kit.logs_with(whole, "reward")
     assert all(a != b for a, b in pairwise(rewards))  # F161: step 2's draws are not step 0's again
