@@ -61,7 +61,7 @@ def as_output(ids: list[int], log_probs: list[float] | None, request: SampleRequ
 
     >>> request = SampleRequest([], [], [1], max_tokens=3, params=None, seed=(0,), conversation_id="a", stop_ids=(9,))
     >>> as_output([5, 9, 7], None, request)
-    SampleOutput(ids=[5, 9], log_probs=[-1.0, -1.0], finish_reason='stop', version=0, message=None)
+    SampleOutput(ids=[5, 9], log_probs=[-1.0, -1.0], finish_reason='stop', ...)
     >>> as_output([5, 6, 7, 9], None, request).finish_reason
     'length'
     """

@@ -172,8 +172,7 @@ class StepRunner:
     def _terms(self, row: Row, out: RowLogProbs, plan: StepPlan) -> LossTerms | None:
         if not len(row.targets_N):
             return None
-        old = row.gathered("old_N")
-        old = out.log_probs_N.detach() if old is None else old
+        old = _old(row, out.log_probs_N.detach())
         correction = None if self.correction is None else self.correction.weights(row, old)
         terms = policy_loss(
             out.log_probs_N,
@@ -231,6 +230,12 @@ class _Tally:
         extras = {name: tensor.cpu() for name, tensor in terms.extras.items()}
         flags = replace(terms, low_T=terms.low_T.cpu(), high_T=terms.high_T.cpu(), extras=extras)
         window.parts.append(clip_metrics(flags, row.rollout_N.cpu(), num_rollouts=len(row.items)))
+
+
+def _old(row: Row, now_N: Tensor) -> Tensor:
+    """[N] the frozen log-probs; the current ones for rollouts that no update came between, which may share a row."""
+    parts = now_N.split([item.trained_tokens for item in row.items])
+    return torch.cat([part if i.old_N is None else i.old_N.to(part) for i, part in zip(row.items, parts, strict=True)])
 
 
 def _weighted(row: Row, terms: LossTerms, plan: StepPlan) -> Tensor:
