@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import io
 import pickle
@@ -12,7 +11,6 @@ import numpy as np
 import PIL.Image
 import pytest
 from images_kit import block, images_of, says, user
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from agentrl import pictures
 from agentrl.errors import ConfigurationError, EnvironmentFailed
@@ -20,10 +18,7 @@ from agentrl.json_safe import json_safe
 from agentrl.render.codec import Codec
 from agentrl.render.images import Images, tokenizer_and_processor
 from agentrl.rollout.sequences import to_sequences
-from agentrl.sampler.transformers import TransformersSampler
-from agentrl.train.config import GRPOConfig
-from agentrl.train.setup import load_tokenizer
-from agentrl.types import SampleRequest, SamplingParams, TrainingSequence, TurnRecord
+from agentrl.types import TrainingSequence, TurnRecord
 from tests.tiny_processors import picture, qwen3_vl
 
 
@@ -216,25 +211,6 @@ def test_pictures_of_the_column_fill_blocks_without_an_image_f145():
 def test_a_column_of_other_things_is_no_image(row):
     talk = [{"role": "user", "content": "Fix it."}]
     assert pictures.in_row(row) == [] and pictures.with_column(talk, row) == talk
-
-
-# --- where images are not seen ---------------------------------------------------------
-def test_a_trainer_refuses_a_processor_in_one_sentence():
-    with pytest.raises(ConfigurationError, match=r"cannot train on them\. .* Qwen3VLProcessor: processing_class=proc"):
-        load_tokenizer(qwen3_vl(), None, GRPOConfig())
-
-
-def test_the_local_sampler_refuses_images():
-    processor = qwen3_vl()
-    size = len(processor.tokenizer)
-    shape: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=size, num_key_value_heads=1, **shape))
-    with pytest.raises(ConfigurationError, match="Pass the tokenizer inside the Qwen3VLProcessor"):
-        TransformersSampler(model, processor)
-    media = (images_of(processor).expand(picture(32, 32)),)
-    request = SampleRequest([], [], [5, 6], 4, SamplingParams(), (0,), "a", media=media)
-    with pytest.raises(ConfigurationError, match=r"holds 1 image.* use a sampler that sees images"):
-        asyncio.run(TransformersSampler(model, processor.tokenizer).sample(request))
 
 
 # --- sequences -------------------------------------------------------------------------

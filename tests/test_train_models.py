@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import train_kit as kit
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import BertConfig, BertForSequenceClassification, BitsAndBytesConfig
 
@@ -370,3 +370,31 @@ def test_F101_one_wrong_value_in_training(tmp_path: Path, value: Any, says: str 
         assert kit.logs_with(made, "reward") == [pytest.approx((1.5 + 1.0) / 4 if value is True else 0.5)]
     finally:
         made.close()
+
+
+ROWS = [{"prompt": "Say a word."}] * 4
+
+
+# --- nothing to train, and adapters that cannot be ---
+def test_a_policy_without_anything_to_train_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"No parameter of the model requires a gradient"):
+        kit.make(tmp_path, model=kit.policy().requires_grad_(False), train_dataset=ROWS, reward_funcs=kit.length)
+    frozen = LoraConfig(r=2, target_modules=["q_proj"], inference_mode=True)
+    with pytest.raises(ConfigurationError, match=r"is_trainable=True"):
+        kit.make(tmp_path, peft_config=frozen, train_dataset=ROWS, reward_funcs=kit.length)
+
+
+def test_virtual_tokens_are_refused_by_name(tmp_path: Path) -> None:
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    with pytest.raises(ConfigurationError, match=r"PromptTuningConfig puts virtual tokens"):
+        kit.make(tmp_path, peft_config=config, train_dataset=ROWS, reward_funcs=kit.length)
+
+
+def test_a_fresh_adapter_follows_from_the_seed(tmp_path: Path) -> None:
+    def first(seed: int, noise: int) -> torch.Tensor:
+        torch.manual_seed(noise)
+        config = LoraConfig(r=2, target_modules=["q_proj"])
+        made = kit.make(tmp_path, peft_config=config, train_dataset=ROWS, reward_funcs=kit.length, args={"seed": seed})
+        return next(p.detach().clone() for n, p in made.model.named_parameters() if "lora_A" in n)
+
+    assert torch.equal(first(3, 1), first(3, 2)) and not torch.equal(first(3, 1), first(4, 1))

@@ -20,6 +20,7 @@ from agentrl.sampler import draw
 from agentrl.sampler.admission import Feed
 from agentrl.sampler.kv_cache import SLOT_ATTENTION, SlotCache
 from agentrl.sampler.slots import Turn
+from agentrl.sampler.vision import features, placeholder_ids, without
 from agentrl.types import SamplingParams
 
 Moves = tuple[list[int], list[int], int]  # source slots, target slots, tokens
@@ -60,6 +61,7 @@ class ModelRunner:
         self.max_forward_tokens = max_forward_tokens
         self.autocast_dtype = autocast_dtype
         self.attention = "sdpa"  # while forwarding: the implementation in use
+        self.placeholders = placeholder_ids(base)  # ids that stand for images and are never drawn
         self.cache = SlotCache()
         self.prefilled_tokens = 0
         self.forwards = 0
@@ -80,7 +82,7 @@ class ModelRunner:
         """One more token for each turn; turn `i` lives in slot `i`."""
         with self._forwarding():
             if not self.cached:
-                return self._draw(self._recompute([turn.held for turn in turns]), turns)
+                return self._draw(self._whole(turns), turns)
             self._move(moves)
             tokens = np.fromiter((turn.held[-1] for turn in turns), np.int64, len(turns))
             lengths = np.fromiter((len(turn.held) - 1 for turn in turns), np.int64, len(turns))
@@ -93,10 +95,13 @@ class ModelRunner:
         """The first token of each turn. Rows lie in consecutive slots, leaders first, shortest first."""
         with self._forwarding():
             self._check()
+            if self.cached and any(feed.turn.request.media for feed in feeds):
+                self.cached = False  # from here on: keys of other images may lie under the same ids
+                self.cache.free()
             if not self.cached:
                 turns = [feed.turn for feed in feeds]
                 self.prefilled_tokens += sum(len(turn.held) for turn in turns)
-                return self._draw(self._recompute([turn.held for turn in turns]), turns)
+                return self._draw(self._whole(turns), turns)
             self._move(moves)
             first = feeds[0].row.slot
             self._reserve(first + len(feeds), max(len(feed.turn.held) for feed in feeds))
@@ -163,8 +168,11 @@ class ModelRunner:
         )
         return output.logits[:, -1].float()
 
-    def _recompute(self, rows: Sequence[list[int]]) -> torch.Tensor:
-        """The next-token logits [B, V] of whole sequences, without any cache.
+    def _whole(self, turns: Sequence[Turn]) -> torch.Tensor:
+        return self._recompute([turn.held for turn in turns], [turn.request.media for turn in turns])
+
+    def _recompute(self, rows: Sequence[list[int]], media: Sequence[tuple[Any, ...]] = ()) -> torch.Tensor:
+        """The next-token logits [B, V] of whole sequences with the images in them, without any cache.
 
         Padding is on the right, where no causal model can see it, whatever its layers are.
         """
@@ -180,8 +188,9 @@ class ModelRunner:
             # A row is padded with its own last token: models warn when they meet their padding id.
             ids = torch.tensor([row + row[-1:] * (longest - len(row)) for row in some], device=self.device)
             self.forwards += 1
+            images = features([media[i] for i in order[begin:end]], ids) if media else {}
             keep = longest - shortest + 1
-            logits = self.model(input_ids=ids, use_cache=False, **self._keep(keep)).logits[:, -keep:]
+            logits = self.model(input_ids=ids, use_cache=False, **images, **self._keep(keep)).logits[:, -keep:]
             last = torch.tensor([len(row) - shortest for row in some], device=logits.device)
             parts.append(logits[torch.arange(len(some), device=logits.device), last].float())
             begin = end
@@ -248,6 +257,7 @@ class ModelRunner:
 
     def _draw(self, logits_BV: torch.Tensor, turns: Sequence[Turn]) -> Drawn:
         """An id and its log-prob for each turn, the rows grouped by their parameters."""
+        logits_BV = without(logits_BV, self.placeholders)
         uniform_B = torch.tensor([next(turn.stream) for turn in turns], dtype=torch.float64)
         params = turns[0].request.params
         if all(turn.request.params is params or turn.request.params == params for turn in turns):

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from agentrl.errors import ConfigurationError, SamplerError
+from agentrl.render.images import tokenizer_and_processor
 from agentrl.sampler.admission import Feed, admit
 from agentrl.sampler.draw import uniforms
 from agentrl.sampler.runner import Drawn, ModelRunner
@@ -35,8 +36,10 @@ class TransformersSampler:
 
     Args:
         model: A causal language model, or a `peft` model around one. Where its layers are not plain attention (linear
-            attention, state spaces, ALiBi), nothing is cached and every token is a forward of whole sequences.
-        tokenizer: Accepted for the same call as other samplers; only its length is checked against the model.
+            attention, state spaces, ALiBi), nothing is cached and every token is a forward of whole sequences. The
+            same holds from the first prompt with an image on.
+        tokenizer: Or processor: accepted for the same call as other samplers; only the tokenizer's length is checked
+            against the model.
         max_slots: Most conversations in the cache. More that decode at once wait; idle ones make room, oldest first.
         inline_below_s: Seconds a forward may hold up the event loop.
         admit_fraction: While N rows decode, new turns wait until there are `admit_fraction * N` of them.
@@ -66,12 +69,8 @@ class TransformersSampler:
             raise ConfigurationError(
                 f"max_slots and max_forward_tokens are at least 1; got {max_slots} and {max_forward_tokens}."
             )
-        if hasattr(tokenizer, "image_processor"):
-            raise ConfigurationError(
-                f"TransformersSampler feeds a model with text only. Pass the tokenizer inside the "
-                f"{type(tokenizer).__name__} (processor.tokenizer), or a sampler that sees images."
-            )
         self.runner = ModelRunner(model, max_slots, max_forward_tokens, max_context, autocast_dtype)
+        tokenizer, _ = tokenizer_and_processor(tokenizer)
         if tokenizer is not None and len(tokenizer) > self.runner.vocabulary:
             raise ConfigurationError(
                 f"The tokenizer has {len(tokenizer)} ids and the model's embedding {self.runner.vocabulary}; call "
@@ -155,10 +154,10 @@ class TransformersSampler:
                 raise SamplerError("This sampler is at work in another event loop; use one sampler per running loop.")
             self.close()  # an earlier loop ended; nobody waits for its turns
             self._loop = loop
-        if request.media:  # without their features the model would answer to something else, and nobody would know
+        if request.media and not self.runner.placeholders:
             raise ConfigurationError(
-                f"The prompt holds {len(request.media)} image(s), and TransformersSampler feeds a model with text "
-                "only: use a sampler that sees images, or describe them as text."
+                f"The prompt holds {len(request.media)} image(s), and {type(self.model).__name__} reads text only: use "
+                "a model with vision, or describe them as text."
             )
         prompt = request.prompt_ids
         if not prompt:

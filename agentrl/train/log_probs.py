@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from agentrl.sampler.vision import check_drawn, features, placeholder_ids, vision_parameters, without
 from agentrl.train.attention import Layout, running
 from agentrl.train.candidates import joined
 from agentrl.train.head import renormalised, scores
@@ -104,7 +105,8 @@ class PolicyForward:
     """Runs rows through a causal language model, packed where that is right for it, else padded.
 
     Which way is right is found by behaviour: on first use a small row is run packed and one sequence at a time, and
-    packing is used only if they agree. The same holds for computing the output layer apart from the model.
+    packing is used only if they agree. The same holds for computing the output layer apart from the model. Rows with
+    images are always padded, and ids that stand for images have probability 0, as they have where turns are sampled.
     """
 
     def __init__(self, model: PreTrainedModel, temperature: float, *, multiple: int = 1) -> None:
@@ -114,6 +116,8 @@ class PolicyForward:
         self.splits_head: bool | None = None
         parameters = inspect.signature(model.forward).parameters
         self._takes_positions = "position_ids" in parameters
+        self._placeholders = placeholder_ids(model)
+        self._eyes = vision_parameters(model) if self._placeholders else []
         self._before: PolicyForward | None = model.__dict__.get("_agentrl_policy_forward")  # another trainer's, say
         self._original = self._before._original if self._before is not None else model.forward
         model.forward = types.MethodType(_forward, model)  # so that DDP and PEFT wrappers stay in the path
@@ -132,7 +136,7 @@ class PolicyForward:
     @contextlib.contextmanager
     def context(self, row: Row):
         """Forward and backward of `row` must both run inside: activation checkpointing recomputes in the backward."""
-        if not self.packs:
+        if not self._packed(row):
             yield
             return
         with running(self.model, Layout.of(filled(row, self.multiple).lengths, row.input_ids_T.device)):
@@ -140,20 +144,31 @@ class PolicyForward:
 
     def run(self, row: Row, wanted: Wanted = PLAIN) -> RowLogProbs:
         """Called through the wrapped model's forward."""
+        check_drawn(row.targets_N, self._placeholders)  # else its log-prob is -inf, and the loss is NaN
         hidden_or_logits, router_loss = self._hidden(row, wanted.router_loss)
-        head = self._head if self.splits_head else lambda logits: logits
         ids = joined(row.sets_NK, wanted.candidates_NK)
-        out = score_tokens(hidden_or_logits, row.targets_N, head, self.temperature, replace(wanted, candidates_NK=ids))
-        return replace(_within_sets(out, row.sets_NK), router_loss=router_loss)
+        out = score_tokens(
+            hidden_or_logits, row.targets_N, self._logits, self.temperature, replace(wanted, candidates_NK=ids)
+        )  # fmt: skip
+        out = replace(_within_sets(out, row.sets_NK), router_loss=router_loss)
+        together = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if self._eyes and torch.is_grad_enabled() and together:
+            # Not every row shows images, and DDP waits for a gradient of every parameter: a zero will do.
+            zero = torch.stack([p.reshape(-1)[0].float() for p in self._eyes]).sum() * 0.0
+            out = replace(out, log_probs_N=out.log_probs_N + zero.to(out.log_probs_N))
+        return out
 
     # --- two ways through the decoder ---
+    def _packed(self, row: Row) -> bool:
+        return bool(self.packs) and not row.has_media
+
     def _hidden(self, row: Row, router: bool) -> tuple[Tensor, Tensor | None]:
         """[N, hidden] (or [N, vocabulary] where the head cannot be split off) at the positions that predict.
 
         With `router`, also the load-balancing loss of the row's tokens, padding left out.
         """
         asked: dict[str, Any] = {"output_router_logits": True} if router else {}
-        if self.packs:
+        if self._packed(row):
             full = filled(row, self.multiple)
             asked |= {"input_ids": full.input_ids_T[None], "position_ids": full.position_ids_T[None]}
             where = None if full is row else torch.arange(len(row.input_ids_T), device=row.input_ids_T.device)
@@ -181,6 +196,10 @@ class PolicyForward:
         balance = router_loss_of(self.model)
         assert balance is not None  # setup.check_router
         return balance(layers)
+
+    def _logits(self, hidden_or_logits: Tensor) -> Tensor:
+        logits = self._head(hidden_or_logits) if self.splits_head else hidden_or_logits
+        return without(logits, self._placeholders)
 
     def _head(self, hidden: Tensor) -> Tensor:
         logits = self.model.get_output_embeddings()(hidden)  # type: ignore[misc]
@@ -215,12 +234,13 @@ class PolicyForward:
 
     def _probe_row(self) -> Row:
         vocabulary = self.model.config.get_text_config().vocab_size
-        low, device = min(3, vocabulary - 1), next(self.model.parameters()).device
+        device = next(self.model.parameters()).device
+        words = [i for i in range(min(3, vocabulary - 1), vocabulary) if i not in self._placeholders]
         window = getattr(self.model.config.get_text_config(), "sliding_window", None) or 0
         long = min(window + 9, 600) if window else 24
         sequences = []
         for n, length in enumerate((7, long, 12)):
-            ids = [low + (n * 31 + 7 * t * t + t) % max(1, vocabulary - low) for t in range(length)]
+            ids = [words[(n * 31 + 7 * t * t + t) % len(words)] for t in range(length)]
             sequences.append(TrainingSequence(ids, [t > 1 for t in range(length)], [0.0] * length))
         return make_row([TrainItem(0, tuple(sequences), 1.0, True)], device)
 
@@ -297,7 +317,8 @@ def routes(model: Any) -> bool:
 def padded(row: Row, positions: bool, multiple: int = 1) -> tuple[dict[str, Tensor], Tensor]:
     """The row as [S, L] right-padded inputs, and [T] where each token of the row lies in them; `multiple` divides L.
 
-    Position ids are given wherever the model takes them, so padding cannot shift a position.
+    Position ids are given wherever the model takes them, so padding cannot shift a position. Not beside images: some
+    models (Qwen-VL) count positions by images, and do so themselves.
     """
     device, longest = row.input_ids_T.device, -(-max(row.lengths) // multiple) * multiple
     size = torch.tensor(row.lengths, device=device)
@@ -307,6 +328,9 @@ def padded(row: Row, positions: bool, multiple: int = 1) -> tuple[dict[str, Tens
     ids = torch.zeros(mask.numel(), dtype=torch.long, device=device)
     ids[where] = row.input_ids_T
     inputs = {"input_ids": ids.view_as(mask), "attention_mask": mask.long()}
+    if row.has_media:
+        media = [sequence.media for item in row.items for sequence in item.sequences]
+        return inputs | features(media, inputs["input_ids"]), where
     if positions:  # behind the longest sequence 0: a learnt position may not exist there
         inputs["position_ids"] = torch.where(steps < max(row.lengths), steps, 0).expand(len(row.lengths), -1)
     return inputs, where

@@ -148,7 +148,12 @@ def _reward_model(given: Any, tokenizer: Any, args: GRPOConfig) -> RewardModel:
                 f"Reward model '{name}' does not know where it was loaded from; pass its tokenizer in "
                 "reward_processing_classes."
             )
-        tokenizer = AutoTokenizer.from_pretrained(str(where), trust_remote_code=args.trust_remote_code, **revision)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(str(where), trust_remote_code=args.trust_remote_code, **revision)
+        except (OSError, ValueError) as e:
+            raise ConfigurationError(
+                f"No tokenizer can be loaded for reward model '{name}'; pass it in reward_processing_classes."
+            ) from e
     _fit(tokenizer, model, name)
     return RewardModel(model, tokenizer, name)
 
@@ -159,7 +164,13 @@ def _load(name: str, args: GRPOConfig) -> Any:
     check_folder(name)
     kwargs = {"trust_remote_code": args.trust_remote_code} | init_kwargs(args)
     kwargs.pop("gguf_file", None)  # names a file beside the policy
-    return AutoModelForSequenceClassification.from_pretrained(name, num_labels=1, **kwargs)
+    try:
+        return AutoModelForSequenceClassification.from_pretrained(name, num_labels=1, **kwargs)
+    except RuntimeError as e:  # transformers' way to say that sizes differ
+        raise ConfigurationError(
+            f"Reward model '{name}' cannot be loaded with one output; it must be a sequence-classification model with "
+            "num_labels=1."
+        ) from e
 
 
 def _fit(tokenizer: Any, model: Any, name: str) -> None:

@@ -56,6 +56,11 @@ class Row:
     heads_NH: Tensor | None = None  # the sampler's most likely ids where each token was drawn, -1: padding
     head_log_probs_NH: Tensor | None = None  # what the sampler gave them; -inf: padding
 
+    @property
+    def has_media(self) -> bool:
+        """True where a sequence of the row shows images."""
+        return any(sequence.media for item in self.items for sequence in item.sequences)
+
     def gathered(self, name: str) -> Tensor | None:
         """`old_N`, `sampler_N` or `ref_N` of all items, end to end; None where an item has none."""
         parts = [getattr(item, name) for item in self.items]

@@ -157,7 +157,7 @@ def _policy(
     asked = run.model.warm_up
     model = setup.load_model(name, args)
     tokenizer = setup.load_tokenizer(tokenizer, model, args)
-    model = setup.wrap_peft(model, _peft(run.model))
+    model = setup.wrap_peft(model, _peft(run.model), args.seed)
     args.model_init_kwargs = None  # they have done their work
     warm_up(
         model.to(args.device), tokenizer, parts.factory, dataset=parts.train_rows, tools=parts.tools or None,

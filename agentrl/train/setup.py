@@ -9,13 +9,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    PreTrainedModel,
+    set_seed,
+)
 
 from agentrl.errors import ConfigurationError, MissingDependency
 from agentrl.pool import EnvironmentPool
 from agentrl.registry import resolve
 from agentrl.render import Renderer
+from agentrl.render.images import tokenizer_and_processor
 from agentrl.rollout.scoring import RewardSource, name_sources
+from agentrl.sampler.vision import placeholder_ids
 from agentrl.tasks import TaskSource
 from agentrl.train.config import GRPOConfig
 from agentrl.train.log_probs import router_loss_of, routes
@@ -50,7 +61,7 @@ def load_model(model: str | PreTrainedModel, args: GRPOConfig, quantization_conf
             kwargs["dtype"] = _dtype(kwargs["dtype"])
         if quantization_config is not None:
             kwargs["quantization_config"] = quantization_config
-        loaded = AutoModelForCausalLM.from_pretrained(str(model), **kwargs)
+        loaded = _from_pretrained(str(model), kwargs)
         return _trainable(loaded) if kwargs.get("gguf_file") else loaded
     if quantization_config is not None:
         warnings.warn("quantization_config is ignored: the model is already loaded.", stacklevel=3)
@@ -65,6 +76,17 @@ def load_model(model: str | PreTrainedModel, args: GRPOConfig, quantization_conf
     return model
 
 
+def _from_pretrained(name: str, kwargs: dict[str, Any]) -> Any:
+    """A causal language model; one with vision where that is the only kind there is of it."""
+    try:
+        return AutoModelForCausalLM.from_pretrained(name, **kwargs)
+    except ValueError:
+        known = {key: kwargs[key] for key in ("revision", "trust_remote_code", "gguf_file") if key in kwargs}
+        if type(AutoConfig.from_pretrained(name, **known)) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+            raise
+    return AutoModelForImageTextToText.from_pretrained(name, **kwargs)
+
+
 def check_router(model: Any, args: GRPOConfig) -> float:
     """The weight of the load-balancing loss: the option's, else that of the model's own config; 0 where there is none.
 
@@ -74,6 +96,8 @@ def check_router(model: Any, args: GRPOConfig) -> float:
     """
     own = getattr(model.config.get_text_config(), "router_aux_loss_coef", None)
     given = args.router_aux_loss_coef
+    if given == 0.0:
+        return 0.0
     if given is not None and own is None:
         raise ConfigurationError("router_aux_loss_coef is set but the model is no mixture of experts; leave it out.")
     coef = own if given is None else given
@@ -114,7 +138,13 @@ def _trainable(read: Any) -> Any:
 
 
 def load_tokenizer(processing_class: Any, model: Any, args: GRPOConfig) -> Any:
-    """The tokenizer, by default the one saved with the model; a missing pad token becomes the end token."""
+    """The tokenizer, or the processor of a model with vision; by default the one saved with the model.
+
+    A missing pad token becomes the end token.
+
+    Raises:
+        ConfigurationError: It does not fit the model, or is not known.
+    """
     if processing_class is None:
         name = getattr(model.config, "_name_or_path", "") or ""
         if not name:
@@ -122,23 +152,36 @@ def load_tokenizer(processing_class: Any, model: Any, args: GRPOConfig) -> Any:
                 "The model does not know where it was loaded from; pass processing_class=tokenizer."
             )
         kwargs = {key: value for key, value in init_kwargs(args).items() if key == "revision"}
-        processing_class = AutoTokenizer.from_pretrained(name, trust_remote_code=args.trust_remote_code, **kwargs)
-    if hasattr(processing_class, "image_processor"):
+        kwargs["trust_remote_code"] = args.trust_remote_code
+        processing_class = _saved_processor(name, kwargs) if placeholder_ids(bare(model)) else None
+        processing_class = processing_class or AutoTokenizer.from_pretrained(name, **kwargs)
+    tokenizer, processor = tokenizer_and_processor(processing_class)
+    if processor is not None and not placeholder_ids(bare(model)):
         raise ConfigurationError(
-            "This version renders and records prompts with images, but cannot train on them. To train on text, pass "
-            f"the tokenizer inside the {type(processing_class).__name__}: processing_class=processor.tokenizer."
+            f"{type(bare(model)).__name__} reads text only, but processing_class is a {type(processor).__name__}. Pass "
+            "the model with its vision (AutoModelForImageTextToText.from_pretrained), or, to train on text, the "
+            "tokenizer inside the processor: processing_class=processor.tokenizer."
         )
     rows = model.get_input_embeddings().weight.shape[0]
-    if len(processing_class) > rows:
+    if len(tokenizer) > rows:
         raise ConfigurationError(
-            f"The tokenizer has {len(processing_class)} tokens but the model's embedding has {rows}; call "
+            f"The tokenizer has {len(tokenizer)} tokens but the model's embedding has {rows}; call "
             "model.resize_token_embeddings(len(tokenizer)), or pass the tokenizer that belongs to the model."
         )
-    if processing_class.pad_token is None:
-        if processing_class.eos_token is None:
+    if tokenizer.pad_token is None:
+        if tokenizer.eos_token is None:
             raise ConfigurationError("The tokenizer has neither a pad token nor an end token; set one of them.")
-        processing_class.pad_token = processing_class.eos_token
+        tokenizer.pad_token = tokenizer.eos_token
     return processing_class
+
+
+def _saved_processor(name: str, kwargs: dict[str, Any]) -> Any | None:
+    """The processor saved with a model; None where there is none, or a package is missing that it needs."""
+    try:
+        return AutoProcessor.from_pretrained(name, **kwargs)
+    except (OSError, ValueError, ImportError) as error:
+        warnings.warn(f"Images cannot be read, because the processor of {name} cannot be loaded: {error}", stacklevel=4)
+        return None
 
 
 def make_renderer(tokenizer: Any, args: GRPOConfig, *, with_tools: bool) -> Renderer:
@@ -162,8 +205,22 @@ def make_renderer(tokenizer: Any, args: GRPOConfig, *, with_tools: bool) -> Rend
     )
 
 
-def wrap_peft(model: Any, peft_config: Any) -> Any:
-    """The model with a fresh adapter, or as it is."""
+def wrap_peft(model: Any, peft_config: Any, seed: int) -> Any:
+    """The model with a fresh adapter, drawn from `seed`, or as it is.
+
+    Raises:
+        ConfigurationError: A kind of adapter that cannot be trained here, or nothing to train.
+    """
+    model = _wrapped(model, peft_config, seed)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigurationError(
+            "No parameter of the model requires a gradient, so nothing would be trained. Load an adapter with "
+            "is_trainable=True, leave inference_mode out of peft_config, or call model.requires_grad_(True)."
+        )
+    return model
+
+
+def _wrapped(model: Any, peft_config: Any, seed: int) -> Any:
     if peft_config is None:
         return model
     try:
@@ -172,6 +229,12 @@ def wrap_peft(model: Any, peft_config: Any) -> Any:
         raise MissingDependency("peft", "peft", "peft_config") from None
     if isinstance(model, PeftModel):
         raise ConfigurationError("The model already has an adapter; leave peft_config out, or pass the base model.")
+    if getattr(peft_config, "is_prompt_learning", False):
+        raise ConfigurationError(
+            f"{type(peft_config).__name__} puts virtual tokens before the prompt, which sampling and training here do "
+            "not know; use an adapter inside the layers, such as LoraConfig."
+        )
+    set_seed(seed)  # as the Trainer does, which comes later
     return get_peft_model(model, peft_config)
 
 

@@ -52,7 +52,8 @@ class GRPOTrainer(Trainer):
         train_dataset: Rows with a ``prompt`` (text or messages) and any other columns. May be left out with an
             environment that writes its own prompts; `max_steps` is then required, as for iterable data.
         eval_dataset: The same for evaluation; or a dict of several.
-        processing_class: The tokenizer; by default the one saved with the model.
+        processing_class: The tokenizer, or the processor of a model that sees images; by default the one saved with the
+            model.
         reward_processing_classes: The tokenizer of the only reward model, or a list with one entry per reward function
             (None: the one saved with the model).
         callbacks: As in `transformers.Trainer`.
@@ -102,7 +103,7 @@ class GRPOTrainer(Trainer):
         policy = setup.load_model(model, args, quantization_config)
         router_coef = setup.check_router(policy, args)
         tokenizer = setup.load_tokenizer(processing_class, policy, args)
-        policy = setup.wrap_peft(policy, peft_config)
+        policy = setup.wrap_peft(policy, peft_config, args.seed)
         if args.disable_dropout:
             setup.silence_dropout(policy)
         if args.cast_lm_head_to_fp32:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from agentrl.render import Renderer
+from agentrl.render.images import tokenizer_and_processor
 from agentrl.rollout.engine import RolloutEngine, RolloutSettings
 from agentrl.rollout.group import GroupPlan, play_and_close
 from agentrl.rollout.scoring import Scorer
@@ -60,7 +61,7 @@ def random_episodes(
     settings = RolloutSettings(
         max_completion_length=None, max_tool_calling_iterations=max_calls, seed=derive_seed(seed, "warm-up")
     )
-    policy = RandomPolicy(seed, stop_p=stop_p, tokenizer=tokenizer)
+    policy = RandomPolicy(seed, stop_p=stop_p, tokenizer=tokenizer_and_processor(tokenizer)[0])
     engine = RolloutEngine(
         policy,
         Renderer(tokenizer, with_tools=bool(standalone) or any(pool.tools for pool in pools.values())),
@@ -146,6 +147,7 @@ def _on_everything_after_the_prompt(rollout: Rollout) -> TrainItem:
     first = len(rollout.turns[0].prompt_ids or ())
     sequences: list[TrainingSequence] = []
     for sequence in rollout.sequences:
-        mask = [t >= first for t in range(len(sequence.input_ids))]
+        shown = frozenset[int]().union(*(image.token_ids for image in sequence.media))  # nobody can predict these
+        mask = [t >= first and i not in shown for t, i in enumerate(sequence.input_ids)]
         sequences.append(replace(sequence, completion_mask=mask))
     return TrainItem(index=0, sequences=tuple(sequences), advantage=0.0, active=True)
