@@ -167,6 +167,25 @@ class TaskSource:
         return f"Unknown environment name(s) in the dataset's 'environment' column: {shown}. Known: {known}."
 
 
+def from_frame(data: Any) -> Any:
+    """A pandas DataFrame as a `datasets.Dataset`; anything else as it is.
+
+    Raises:
+        ConfigurationError: A column that Arrow cannot hold.
+    """
+    if type(data).__name__ != "DataFrame" or type(data).__module__.split(".")[0] != "pandas":
+        return data
+    from datasets import Dataset
+
+    try:
+        return Dataset.from_pandas(data, preserve_index=False)
+    except Exception as error:
+        raise ConfigurationError(
+            f"The DataFrame cannot be made a dataset: {type(error).__name__}: {error}. Pass its rows instead: "
+            "frame.to_dict('records')."
+        ) from error
+
+
 def is_sized(data: Any) -> bool:
     """Rows can be asked for by number; anything else is read as a stream."""
     return hasattr(data, "__len__") and hasattr(data, "__getitem__")

@@ -6,7 +6,7 @@ Shapes in comments: T tokens of one turn or sequence, G rollouts of a group.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -47,6 +47,7 @@ class SampleRequest:
     seed: tuple[int, ...]  # (run seed, rollout, turn): names this turn's random stream
     conversation_id: str  # a sampler may keep a cache under this id until `release`
     stop_ids: tuple[int, ...] = ()
+    write_turn: Callable[[Message], str | None] | None = None  # a made-up turn as the template writes it; None: Hermes
     media: tuple[Any, ...] = ()  # the images among `prompt_ids`, in order, as the renderer made them
     num_sampler_logprobs: int = 0  # how many of the most likely tokens at each position are wanted, for score centering
 

@@ -157,11 +157,11 @@ def test_vespo_clamps_and_never_overflows():
     # Each token's gap counts at most 20 either way: 30 and -25 cancel.
     both = policy_loss(flat(-1.0, -26.0), flat(-31.0, -1.0), flat(1.0, 1.0), one_rollout(2), config("vespo"))
     assert both.loss_T.tolist() == pytest.approx([1.0, 26.0])
-    flipped = config("vespo", vespo_lambda_pos=-5.0)  # lambda is at least 1e-4
+    flipped = config("vespo", vespo_lambda_pos=0.0)  # lambda is at least 1e-4
     terms = policy_loss(flat(-1.0), flat(-1.5), flat(1.0), one_rollout(1), flipped)
     assert terms.loss_T.item() == pytest.approx(math.exp(1e-4 + 2 * 0.5 - 1e-4 * math.exp(0.5)))
-    wild = config("vespo", vespo_k_neg=-1e6)
-    assert policy_loss(flat(-1.0), flat(0.0), flat(-1.0), one_rollout(1), wild).loss_T.item() == 0.0
+    wild = config("vespo", vespo_k_neg=1e6)
+    assert policy_loss(flat(-1.0), flat(-2.0), flat(-1.0), one_rollout(1), wild).loss_T.item() == 0.0
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "cispo", "sapo"])

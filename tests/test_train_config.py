@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 import pickle
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -129,9 +130,12 @@ def test_deprecated_options_warn_and_map(tmp_path: Path):
 
 
 # --- the generation batch --------------------------------------------------------------
-def test_generation_batch_size_and_steps_per_generation_exclude_each_other(tmp_path: Path):
-    with pytest.raises(ConfigurationError, match="exclude each other"):
-        make(tmp_path, generation_batch_size=16, steps_per_generation=2)
+def test_generation_batch_size_and_steps_per_generation_must_agree(tmp_path: Path):
+    args = make(tmp_path, generation_batch_size=16, steps_per_generation=2)
+    assert (args.generation_batch_size, args.steps_per_generation) == (16, 2)
+    for batch, steps in ((16, 3), (8, 2), (12, 2)):
+        with pytest.raises(ConfigurationError, match=f"size={batch} and steps_per_generation={steps} exclude each"):
+            make(tmp_path, generation_batch_size=batch, steps_per_generation=steps)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +165,21 @@ def test_num_generations_that_does_not_divide_names_the_values_that_do(tmp_path:
     ("changes", "names"),
     [
         ({"temperature": 0.0}, "temperature"),
+        ({"temperature": float("inf")}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
         ({"top_p": 0.0}, "top_p"),
+        ({"top_p": float("nan")}, "top_p"),
+        ({"top_k": 2.5}, "top_k must be a whole number"),
+        ({"repetition_penalty": float("inf")}, "repetition_penalty"),
+        ({"delta": 1.1}, r"delta \(1.1\) must be above 1 \+ epsilon \(1.2\)"),
+        ({"delta": 1.5, "epsilon": 0.5}, r"delta \(1.5\) must be above 1 \+ epsilon"),
+        ({"delta": float("inf")}, "delta"),
+        ({"loss_type": "sapo", "sapo_temperature_pos": float("nan")}, "sapo_temperature_pos"),
+        ({"loss_type": "sapo", "sapo_temperature_neg": 0.0}, "sapo_temperature_neg"),
+        ({"loss_type": "vespo", "vespo_k_pos": float("nan")}, "vespo_k_pos"),
+        ({"loss_type": "vespo", "vespo_k_neg": -1.0}, "vespo_k_neg"),
+        ({"loss_type": "vespo", "vespo_lambda_pos": float("inf")}, "vespo_lambda_pos"),
+        ({"loss_type": "vespo", "vespo_lambda_neg": -0.1}, "vespo_lambda_neg"),
         ({"top_p": 1.5}, "top_p"),
         ({"top_k": -1}, "top_k"),
         ({"min_p": 2.0}, "min_p"),
@@ -195,8 +213,13 @@ def test_scale_rewards_takes_booleans(tmp_path: Path, value: Any, want: str):
 
 def test_a_config_survives_copying_and_pickling(tmp_path: Path):
     args = make(tmp_path, steps_per_generation=2)
-    for other in (copy.deepcopy(args), pickle.loads(pickle.dumps(args))):
+    again = dataclasses.replace(args)
+    copies = [copy.deepcopy(args), pickle.loads(pickle.dumps(args)), again, dataclasses.replace(again),
+              GRPOConfig(**args.to_dict()), GRPOConfig(**json.loads(args.to_json_string()))]  # fmt: skip
+    for other in copies:
         assert (other.steps_per_generation, other.generation_batch_size) == (2, 16)
+        assert other.to_dict() == args.to_dict()
+    assert dataclasses.replace(args, max_steps=3).max_steps == 3
     assert json.loads(args.to_json_string())["loss_type"] == "dapo"
 
 
@@ -218,3 +241,26 @@ def test_the_chat_template_may_be_the_original_a_text_or_a_file(tmp_path: Path) 
     assert chosen(str(own)) == "custom" and chosen(template_text("qwen2_5")) == "custom"
     with pytest.raises(ConfigurationError, match=r"missing\.jinja.*no such file"):
         chosen(str(tmp_path / "missing.jinja"))
+
+
+def test_fp16_without_an_accelerator_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(ConfigurationError, match="fp16=True needs an accelerator"):
+        make(tmp_path, fp16=True, use_cpu=True)
+    assert make(tmp_path, bf16=True, use_cpu=True).bf16
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({"sapo_temperature_pos": 2.0}, "sapo_temperature_pos=2.0 has no effect with loss_type='dapo'"),
+        ({"loss_type": "vespo", "epsilon": 0.1}, "epsilon=0.1 has no effect with loss_type='vespo'"),
+        ({"use_bias_correction_kl": False}, "use_bias_correction_kl=False has no effect with beta=0"),
+        (
+            {"vllm_importance_sampling_correction": False, "vllm_importance_sampling_clip_max": 2.0},
+            "vllm_importance_sampling_clip_max=2.0 has no effect with vllm_importance_sampling_correction=False",
+        ),
+    ],
+)
+def test_an_option_that_does_nothing_beside_the_others_is_named(tmp_path: Path, changes: dict[str, Any], names: str):
+    with pytest.warns(UserWarning, match=re.escape(names)):
+        make(tmp_path, **changes)

@@ -13,6 +13,9 @@ from agentrl.errors import ConfigurationError
 STD_FLOOR = 1e-4
 """Added to every standard deviation that divides. Ours to keep: existing runs depend on it."""
 
+LARGEST_REWARD = 1e100
+"""Beyond it, squares and sums leave float64; also for a reward times its weight."""
+
 ScaleRewards = Literal["group", "batch", "none"] | bool
 Aggregation = Literal["sum_then_normalize", "normalize_then_sum"]
 
@@ -51,7 +54,8 @@ def group_advantages(
     "none"/False by nothing. "normalize_then_sum" (GDPO, arXiv 2601.05242) standardises each source within its group,
     sums with the weights, and standardises the sums over the batch; it knows no other scale than "group".
 
-    Raises ConfigurationError for an unknown mode, a wrong number of weights, or an infinite reward.
+    Raises ConfigurationError for an unknown mode, a wrong number of weights, or a reward (also times its weight)
+    beyond 1e100 in magnitude, an infinite one included.
 
     >>> result = group_advantages(torch.tensor([[0.0], [1.0], [0.35], [0.35]]), torch.tensor([0, 0, 1, 1]))
     >>> result.advantages_N  # -+0.5 / (0.7071 + 0.0001), then exactly 0
@@ -113,8 +117,20 @@ def _checked(rewards_NK: Tensor, group_N: Tensor, weights_K: Tensor | None) -> t
         raise ConfigurationError(
             f"reward_weights has {weights_K.numel()} entries for {rewards_NK.shape[1]} reward sources; give one each."
         )
+    weights_K = weights_K.to(rewards_NK)
+    _check_range(rewards_NK, "The rewards")
+    _check_range(rewards_NK * weights_K, "The rewards times reward_weights")
     _, group_N = group_N.unique(return_inverse=True)
-    return rewards_NK, group_N, weights_K.to(rewards_NK)
+    return rewards_NK, group_N, weights_K
+
+
+def _check_range(values_NK: Tensor, what: str) -> None:
+    seen = values_NK[~torch.isnan(values_NK)]
+    if seen.numel() and float(seen.abs().max()) > LARGEST_REWARD:
+        raise ConfigurationError(
+            f"{what} of a generation batch reach from {float(seen.min()):.3g} to {float(seen.max()):.3g}; beyond "
+            f"{LARGEST_REWARD:.0e} in magnitude they cannot be compared, whatever scale_rewards is."
+        )
 
 
 def _group_statistics(values_N: Tensor, group_N: Tensor, size_N: Tensor) -> tuple[Tensor, Tensor]:

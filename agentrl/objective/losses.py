@@ -64,8 +64,17 @@ class LossConfig:
                 raise ConfigurationError(
                     f"{name} must be {'at least' if zero_is_fine else 'greater than'} 0 and finite; it is {value}."
                 )
+        for name in ("vespo_k_pos", "vespo_k_neg", "vespo_lambda_pos", "vespo_lambda_neg"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise ConfigurationError(f"{name} must be at least 0 and finite; it is {value}.")
         if self.delta is not None and self.loss_type not in CLIPPED_SURROGATE:
             raise ConfigurationError(f"delta has no meaning for loss_type={self.loss_type!r}; leave it at None.")
+        if self.delta is not None and self.delta <= 1 + self.epsilon:
+            raise ConfigurationError(
+                f"delta ({self.delta}) must be above 1 + epsilon ({1 + self.epsilon}): it bounds ratios that the "
+                "clipping leaves alone."
+            )
         if self.epsilon_high is not None and self.loss_type in ("sapo", "vespo"):
             raise ConfigurationError(f"epsilon_high has no meaning for loss_type={self.loss_type!r}; leave it at None.")
         if self.loss_type == "luspo" and self.importance_sampling_level != "sequence":

@@ -58,6 +58,11 @@ def tool(text: str, number: int = 0) -> Message:
     return {"role": "tool", "name": "probe_tool", "tool_call_id": f"call_{number}", "content": text}
 
 
+def shaped(call: dict[str, Any], number: int) -> dict[str, Any]:
+    """A call in OpenAI's shape, with an id; people script ``{"name": ..., "arguments": ...}``."""
+    return {"id": f"call_{number}", "type": "function"} | (call if "function" in call else {"function": call})
+
+
 class Style(enum.Enum):
     """What the generation prompt does about thinking; turns of probe conversations are as parsing gives them."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -104,11 +104,37 @@ class Renderer:
             "generation": like.generation or None,
         }
 
-    def write_turn(self, message: Message, tools: Tools = None) -> str | None:
+    def writer(self, tools: Tools, prompt_ids: Sequence[int]) -> Callable[[Message], str | None] | None:
+        """`write_turn` for turns after this prompt; None where they are plainly Hermes."""
+        if self._choice is None:
+            return None
+        like = self._choice.behaviour
+        if like.style is Style.PLAIN and like.form.name == "hermes":
+            return None
+        return lambda message: self.write_turn(message, tools, prompt_ids=prompt_ids)
+
+    def write_turn(
+        self, message: Message, tools: Tools = None, *, prompt_ids: Sequence[int] | None = None
+    ) -> str | None:
         """The text of an assistant turn as the template writes it, the end of the turn included: what a policy would
         have to sample for `parse` to read `message`. None where the template does not write turns after its own
-        generation prompt."""
+        generation prompt. `prompt_ids`: what it would be sampled from."""
+        _, like = self._ready()
+        text = self._turn(message, tools)
+        if text is None and "reasoning_content" not in message and like.style is not Style.PLAIN:
+            # The prompt has opened a thought: an empty one, or where the template cannot write that, a short one.
+            thoughts = (self._turn(message | {"reasoning_content": thought}, tools) for thought in ("", "Hm."))
+            text = next((found for found in thoughts if found is not None), None)
+        if text is None or prompt_ids is None or like.style is not Style.OPEN:
+            return text
+        # After some prompts (a tool result, with DeepSeek) no thought is open, so that none has to be closed.
+        opened = self._style_after(prompt_ids, like) is Style.OPEN
+        return text if opened else text.partition(like.think.close)[2].lstrip("\n") or text
+
+    def _turn(self, message: Message, tools: Tools) -> str | None:
         template, like = self._ready()
+        calls = [probe.shaped(call, i) for i, call in enumerate(message.get("tool_calls") or ())]
+        message = {"role": "assistant"} | message | ({"tool_calls": calls} if calls else {})
         names = [call["function"]["name"] for call in message.get("tool_calls") or ()]
         after = [probe.tool("found", i) | {"name": name} for i, name in enumerate(names)] or [probe.user("y")]
         try:
@@ -116,11 +142,15 @@ class Renderer:
             whole = template.render([probe.user("x"), message, *after], tools)
         except ConfigurationError:
             return None
+        begin = len(prompt)
         if not whole.startswith(prompt):
-            return None
-        for at, name in self._codec.controls(whole, len(prompt)):
+            # Some write an empty thought into the prompt and none into the turn.
+            begin = prompt.rfind(like.think.open.strip()) if like.style is Style.EMPTY else -1
+            if begin < 0 or not whole.startswith(prompt[:begin]):
+                return None
+        for at, name in self._codec.controls(whole, begin):
             if name not in like.form.markers:
-                segments = self._codec.segments(whole[len(prompt) : at])
+                segments = self._codec.segments(whole[begin:at])
                 return self._codec.text_of([*segments, self._codec.control[name]])
         return None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -190,6 +191,7 @@ class Episode:
             messages=list(self.messages), tools=self.schemas, prompt_ids=prompt_ids, max_tokens=max_tokens,
             params=self.settings.sampling, seed=(*self.seed, len(self.turns)), conversation_id=self.conversation_id,
             stop_ids=self.renderer.stop_ids if self.renderer is not None else (), media=self.media,
+            write_turn=self._writer(prompt_ids),
             num_sampler_logprobs=self.settings.num_sampler_logprobs,
         )  # fmt: skip
         started, seconds = time.perf_counter(), self.settings.deadlines.turn_s
@@ -212,6 +214,12 @@ class Episode:
             raise SamplerError(f"The sampler failed: {type(e).__name__}: {e}") from e
         finally:
             self.seconds["sample"] += time.perf_counter() - started
+
+    def _writer(self, prompt_ids: list[int] | None) -> Callable[[Message], str | None] | None:
+        """How a turn that nobody sampled would be written here: scripts and random policies make them up."""
+        if self.renderer is None or self.text is not None or prompt_ids is None:
+            return None
+        return self.renderer.writer(self.schemas, prompt_ids)
 
     def _parse(self, output: SampleOutput, prompt: list[int] | None) -> ParsedTurn:
         try:

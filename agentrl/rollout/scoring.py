@@ -6,12 +6,14 @@ import asyncio
 import functools
 import inspect
 import math
+import numbers
 from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
 from agentrl.errors import ConfigurationError
+from agentrl.rollout.metric_names import check_metric
 from agentrl.types import Rollout
 
 RewardFunction = Callable[..., Any]
@@ -37,8 +39,10 @@ def name_sources(
     ['len', 'len_2', 'lambda']
 
     Raises:
-        ConfigurationError: Something that cannot be called, or weights of another number than functions.
+        ConfigurationError: Something that cannot be called, weights of another number than functions, or a weight that
+            is no finite number.
     """
+    check_weights(weights)
     if weights is not None and len(weights) != len(functions):
         raise ConfigurationError(
             f"reward_weights has {len(weights)} values for {len(functions)} reward functions; give one for each "
@@ -57,6 +61,21 @@ def name_sources(
         used.add(name)
         sources.append(RewardSource(name, function, 1.0 if weights is None else float(weights[index])))
     return sources
+
+
+def check_weights(weights: Any) -> None:
+    """`reward_weights` is None or a list of finite numbers.
+
+    Raises:
+        ConfigurationError: Names what stands there.
+    """
+    if weights is None:
+        return
+    if isinstance(weights, (str, bytes)) or not hasattr(weights, "__len__") or not hasattr(weights, "__iter__"):
+        raise ConfigurationError(f"reward_weights is {weights!r:.80}; it must be a list of numbers, or None.")
+    for index, weight in enumerate(weights):
+        if not isinstance(weight, numbers.Real) or not math.isfinite(weight):
+            raise ConfigurationError(f"reward_weights[{index}] is {weight!r:.80}; it must be a finite number.")
 
 
 def _readable_name(function: RewardFunction) -> str:
@@ -239,8 +258,9 @@ class _Log:
         self.extras[column] = listed
 
     def metric(self, name: str, value: float) -> None:
-        """A number to be logged with the trainer's own metrics."""
-        self.metrics.setdefault(name, []).append(float(value))
+        """A finite number to be logged beside the trainer's own metrics, under a name that is none of theirs."""
+        number = check_metric(name, value)
+        self.metrics.setdefault(name, []).append(number)
 
 
 def check_rewards(answer: Any, count: int, name: str) -> list[float | None]:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from agentrl.errors import SamplerError
 from agentrl.types import SamplingParams
 
 MAX_CANDIDATES = 512
@@ -130,12 +131,22 @@ def draw(log_probs_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:
     # In float32 a uniform number can round up to 1, which lies beyond the last id that has probability.
     below_B1 = torch.nextafter(total_B1, torch.zeros_like(total_B1))
     target_B1 = torch.minimum(uniform_B[:, None] * total_B1, below_B1)
-    return torch.searchsorted(cumulative_BV, target_B1, right=True)[:, 0]
+    # Past the end where the sums are NaN: an index that no reader may meet.
+    return torch.searchsorted(cumulative_BV, target_B1, right=True)[:, 0].clamp(max=log_probs_BV.shape[-1] - 1)
 
 
 def pick(
     log_probs_BV: torch.Tensor, params: SamplingParams, uniform_B: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The drawn ids [B] and their log-probs [B], for rows that share their parameters."""
+    """The drawn ids [B] and their log-probs [B], for rows that share their parameters.
+
+    Raises:
+        SamplerError: Logits were NaN or infinite.
+    """
     ids_B = log_probs_BV.argmax(dim=-1) if params.temperature == 0 else draw(log_probs_BV, uniform_B)
-    return ids_B, log_probs_BV.gather(1, ids_B[:, None])[:, 0]
+    chosen_B = log_probs_BV.gather(1, ids_B[:, None])[:, 0]
+    if not bool(torch.isfinite(chosen_B).all()):
+        raise SamplerError(
+            "The policy's weights are not finite (or too large for its precision): its logits are no numbers."
+        )
+    return ids_B, chosen_B

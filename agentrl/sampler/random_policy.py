@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from agentrl.errors import ConfigurationError
-from agentrl.sampler.scripted import as_output, encode_turn, write_hermes
+from agentrl.sampler.scripted import as_output, encode_turn, write_made_up
 from agentrl.types import Message, SampleOutput, SampleRequest
 
 _DEPTH = 4  # of nested objects and arrays drawn
@@ -25,7 +25,7 @@ class RandomPolicy:
         seed: Another seed is another policy.
         stop_p: Probability that a turn answers in plain text instead of calling a tool.
         tokenizer: Encodes the turn; only needed when the engine plays in ids.
-        write: Turns a message into text; Hermes tool calls by default.
+        write: Turns a message into text; by default as the conversation's template writes turns.
 
     >>> import asyncio
     >>> from agentrl.types import SampleRequest, SamplingParams
@@ -43,7 +43,7 @@ class RandomPolicy:
         *,
         stop_p: float = 0.1,
         tokenizer: Any = None,
-        write: Callable[[Message], str] = write_hermes,
+        write: Callable[[Message], str] | None = None,
     ) -> None:
         if not 0.0 <= stop_p <= 1.0:
             raise ConfigurationError(f"stop_p is a probability, between 0 and 1; got {stop_p}.")
@@ -62,7 +62,9 @@ class RandomPolicy:
             message = {"role": "assistant", "content": "", "tool_calls": [self._call(request, words, rng)]}
         if request.prompt_ids is None:
             return SampleOutput(None, None, "stop", 0, message)
-        return as_output(encode_turn(self.write(message), self.tokenizer, request), None, request)
+        return as_output(
+            encode_turn(write_made_up(message, request, self.write), self.tokenizer, request), None, request
+        )
 
     def release(self, conversation_id: str) -> None:
         """Nothing was held."""

@@ -19,6 +19,7 @@ from agentrl.errors import ConfigurationError
 from agentrl.sampler import draw
 from agentrl.sampler.admission import Feed
 from agentrl.sampler.kv_cache import SLOT_ATTENTION, SlotCache
+from agentrl.sampler.rope import rope_limit
 from agentrl.sampler.slots import Turn
 from agentrl.sampler.vision import features, placeholder_ids, without
 from agentrl.types import SamplingParams
@@ -383,10 +384,9 @@ def _windows(config: Any, layer_types: tuple[str, ...] | None) -> dict[str, int 
 def _context(config: Any, max_context: int | None) -> int | None:
     """The longest sequence, in tokens; None where nothing limits it."""
     context = getattr(config, "max_position_embeddings", None)
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    if rope.get("rope_type") in ("longrope", "dynamic"):
-        # These rotate all keys anew once a sequence is longer than this; cached keys would no longer fit.
-        context = rope.get("original_max_position_embeddings") or context
+    if (limit := rope_limit(config)) is not None:
+        # A longer sequence rotates all keys anew, those of others in the batch too; cached keys would no longer fit.
+        context = limit
     if max_context is not None:
         context = max_context if context is None else min(context, max_context)
     return context

@@ -43,6 +43,15 @@ def write_hermes(message: Message) -> str:
     return text
 
 
+def write_made_up(message: Message, request: SampleRequest, write: Callable[[Message], str] | None) -> str:
+    """The text of a turn that nobody sampled: as `write` has it, else as the template of the conversation would write
+    it, else in Hermes form."""
+    if write is not None:
+        return write(message)
+    text = request.write_turn(message) if request.write_turn is not None else None
+    return write_hermes(message) if text is None else text
+
+
 def encode_turn(text: str, tokenizer: Any, request: SampleRequest) -> list[int]:
     """The ids of a turn's text, with the first stop id at the end where the request has one."""
     if tokenizer is None:
@@ -86,7 +95,7 @@ class ScriptedSampler:
     Args:
         script: The turns; see `Turn` for what one may be.
         tokenizer: Encodes turns given as text or messages; only needed when the engine plays in ids.
-        write: Turns a message into text; Hermes tool calls by default.
+        write: Turns a message into text; by default as the conversation's template writes turns.
         version: Of the pretended weights.
 
     >>> import asyncio
@@ -102,7 +111,7 @@ class ScriptedSampler:
         script: Script,
         *,
         tokenizer: Any = None,
-        write: Callable[[Message], str] = write_hermes,
+        write: Callable[[Message], str] | None = None,
         version: int = 0,
     ) -> None:
         if isinstance(script, (str, bytes)) or not (callable(script) or isinstance(script, (Mapping, Sequence))):
@@ -162,7 +171,7 @@ class ScriptedSampler:
             message = {"role": "assistant", "content": turn} if isinstance(turn, str) else turn
             if request.prompt_ids is None:
                 return SampleOutput(None, None, "stop", self.version, message)
-            text = turn if isinstance(turn, str) else self.write(turn)
+            text = turn if isinstance(turn, str) else write_made_up(turn, request, self.write)
             return as_output(encode_turn(text, self.tokenizer, request), None, request, self.version)
         ids, log_probs = turn if isinstance(turn, tuple) else (turn, None)
         if not isinstance(ids, Sequence) or not all(isinstance(token, int) for token in ids):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -54,10 +55,17 @@ class Layout:
         return Layout(tuple(buckets), inverse.to(device))
 
 
+class MaskNeeded(ValueError):
+    """The model attends by a mask of its own, which packed attention would ignore."""
+
+
 class _Current:
     """The layout of the row that is being run. Not thread-local: CUDA runs recomputation in autograd's own thread."""
 
     layout: Layout | None = None
+    before: str | None = None  # the attention that the model has outside `running`
+    asked: ClassVar[set[int]] = set()  # windows and chunks of the masks that the model asked for, in tokens
+    heeded: ClassVar[set[int]] = set()  # windows that its attention layers then named
 
 
 def packed_attention(
@@ -82,6 +90,7 @@ def packed_attention(
 
     Raises:
         ValueError: A model that needs what this does not do: soft-capping, attention sinks, two-way attention.
+        MaskNeeded: A model that makes a mask of its own.
     """
     layout = _Current.layout
     unknown = softcap is not None or kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None
@@ -89,6 +98,10 @@ def packed_attention(
         raise ValueError("packed attention has no soft-capping, sinks or biases, and runs only inside `running`")
     if getattr(module, "is_causal", True) is False or kwargs.get("is_causal") is False or query.shape[0] != 1:
         raise ValueError("packed attention is causal and takes one row")
+    if attention_mask is not None:
+        raise MaskNeeded("packed attention takes no mask, and the model gave one")
+    if sliding_window is not None:
+        _Current.heeded.add(sliding_window)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, D]
     grouped = query.shape[1] != key.shape[1]
     outs = []
@@ -112,9 +125,10 @@ def _band(length: int, window: int, device: torch.device) -> Tensor:
     return (distance >= 0) & (distance < window)
 
 
-def _no_mask(*args: object, **kwargs: object) -> None:
+def _no_mask(*args: object, local_size: int | None = None, **kwargs: object) -> None:
     """The layout carries the mask, so transformers builds none."""
-    return None
+    if local_size is not None:
+        _Current.asked.add(local_size)
 
 
 AttentionInterface.register(NAME, packed_attention)
@@ -126,10 +140,33 @@ def running(model: PreTrainedModel, layout: Layout) -> Iterator[None]:
     """Inside, forward and backward passes of `model` run packed attention over `layout`."""
     config = model.config.get_text_config()
     before = config._attn_implementation
-    _Current.layout = layout
+    _Current.layout, _Current.before = layout, before
     config._attn_implementation = NAME
     try:
         yield
     finally:
         config._attn_implementation = before
         _Current.layout = None
+
+
+def stand_down(model: PreTrainedModel) -> None:
+    """The rest of the current `running` goes without packed attention."""
+    if _Current.layout is not None:
+        _Current.layout = None
+        model.config.get_text_config()._attn_implementation = _Current.before
+
+
+def watch_windows() -> None:
+    """`unheeded` tells of what runs from now on."""
+    _Current.asked, _Current.heeded = set(), set()
+
+
+def unheeded(config: Any, tried: int) -> int | None:
+    """The smallest window that a sequence of `tried` tokens does not fill and that packed attention may not know of.
+
+    That is one that the config names or that a mask was asked for with, and no attention layer named. A sequence that
+    is no longer than it is attended to in full; packing a longer one may differ from the model.
+    """
+    named = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    windows = _Current.asked | {window for window in named if isinstance(window, int) and window > 0}
+    return min((window for window in windows - _Current.heeded if window >= tried), default=None)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ from transformers import TrainingArguments
 
 from agentrl.errors import ConfigurationError
 from agentrl.objective import LossConfig, check_scaling
+from agentrl.rollout.scoring import check_weights
 from agentrl.train.correction import SamplerCorrection
 from agentrl.train.entropy import EntropySettings, entropy_settings
 from agentrl.train.options import check_unavailable
@@ -199,11 +201,17 @@ class GRPOConfig(TrainingArguments):
             self.pad_to_multiple_of = int(str(self.pad_to_multiple_of))
         if self.load_best_model_at_end and self.metric_for_best_model is None:
             self.metric_for_best_model, self.greater_is_better = "reward", True  # there is no loss in evaluation
+        if self.fp16 and not accelerator:
+            raise ConfigurationError(
+                "fp16=True needs an accelerator: without one the sampler would run in fp16 and training in fp32. Set "
+                "bf16=True, or leave both out."
+            )
         check_unavailable(self)  # before transformers looks for packages that these options need
         super().__post_init__()
         check_unavailable(self)  # and what it made of the others
         self._check_ranges()
         self._resolve_generation_batch()
+        self._warn_of_idle()
 
     def _map_deprecated(self) -> None:
         if self.use_transformers_paged:
@@ -247,11 +255,11 @@ class GRPOConfig(TrainingArguments):
                 "reset_, tool_, reward_, turn_ and episode_timeout must be above 0, or None",
             ),
             (self.num_iterations >= 1, "num_iterations must be at least 1"),
-            (self.temperature > 0, "temperature must be above 0 (training needs a distribution to sample from)"),
+            (0 < self.temperature < math.inf, "temperature must be above 0 (training needs a distribution) and finite"),
             (0 < self.top_p <= 1, "top_p must be in (0, 1]"),
-            (self.top_k >= 0, "top_k must be 0 (off) or more"),
+            (isinstance(self.top_k, int) and self.top_k >= 0, "top_k must be a whole number: 0 (off) or more"),
             (self.min_p is None or 0 <= self.min_p <= 1, "min_p must be in [0, 1]"),
-            (self.repetition_penalty > 0, "repetition_penalty must be above 0"),
+            (0 < self.repetition_penalty < math.inf, "repetition_penalty must be above 0 and finite"),
             (
                 self.pad_to_multiple_of in ("auto", None)
                 or (isinstance(self.pad_to_multiple_of, int) and self.pad_to_multiple_of >= 1),
@@ -277,6 +285,7 @@ class GRPOConfig(TrainingArguments):
         for fine, text in checks:
             if not fine:
                 raise ConfigurationError(f"{text}.")
+        check_weights(self.reward_weights)
         check_scaling(self.scale_rewards, self.multi_objective_aggregation)  # type: ignore[arg-type]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the trainer makes it again, and shows them
@@ -288,6 +297,23 @@ class GRPOConfig(TrainingArguments):
                 "trained, so every importance sampling ratio would be biased. Set "
                 "vllm_importance_sampling_correction=False, or leave repetition_penalty at 1.0."
             )
+
+    def _warn_of_idle(self) -> None:
+        """Says which options were set that do nothing beside the others (a sweep over losses may keep them)."""
+        correction = tuple(f"vllm_importance_sampling_{name}" for name in ("mode", "clip_min", "clip_max"))
+        idle: list[tuple[bool, tuple[str, ...], str]] = [
+            (self.loss_type != "sapo", ("sapo_temperature_pos", "sapo_temperature_neg"), f"loss_type={self.loss_type!r}"),
+            (self.loss_type != "vespo", ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+             f"loss_type={self.loss_type!r}"),
+            (self.loss_type in ("cispo", "sapo", "vespo"), ("epsilon",), f"loss_type={self.loss_type!r}"),
+            (self.beta == 0, ("use_bias_correction_kl",), "beta=0"),
+            (not self.vllm_importance_sampling_correction, correction, "vllm_importance_sampling_correction=False"),
+        ]  # fmt: skip
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        for applies, names, because in idle:
+            for name in names:
+                if applies and getattr(self, name) != defaults[name]:
+                    warnings.warn(f"{name}={getattr(self, name)!r} has no effect with {because}.", stacklevel=4)
 
     def deadlines(self) -> Deadlines:
         """The seconds that each stage of an episode may take."""
@@ -325,8 +351,13 @@ class GRPOConfig(TrainingArguments):
     def _resolve_generation_batch(self) -> None:
         """`generation_batch_size` and `steps_per_generation` both stand, one derived from the other."""
         per_step = self.per_device_train_batch_size * self.world_size
-        if self.generation_batch_size is not None and self.steps_per_generation is not None:
-            raise ConfigurationError("generation_batch_size and steps_per_generation exclude each other; set one.")
+        both = self.generation_batch_size is not None and self.steps_per_generation is not None
+        if both and self.generation_batch_size != per_step * (self.steps_per_generation or 0):
+            raise ConfigurationError(
+                f"generation_batch_size={self.generation_batch_size} and steps_per_generation="
+                f"{self.steps_per_generation} exclude each other, as a micro-batch of all processes has {per_step} "
+                "rollouts; set one, and the other to None."
+            )
         if self.generation_batch_size is None:
             self.steps_per_generation = self.steps_per_generation or self.gradient_accumulation_steps
             self.generation_batch_size = per_step * self.steps_per_generation

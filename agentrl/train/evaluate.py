@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.errors import ConfigurationError
 from agentrl.rollout.group import GroupPlan
-from agentrl.tasks import TaskSource, derive_seed, is_sized
+from agentrl.tasks import TaskSource, derive_seed, from_frame, is_sized
 from agentrl.train.generation import compare, gather_groups, share_of
 from agentrl.train.metrics import MetricWindow, add_reward_metrics, add_rollout_metrics, add_speed
 from agentrl.train.setup import task_source
@@ -80,11 +80,26 @@ def prepare_eval_data(dataset: Any, factory: Any, args: GRPOConfig) -> Any:
     if dataset is None and args.eval_strategy != "no":
         _source(None, factory, args)
     if isinstance(dataset, Mapping):
+        _check_best(dataset, args)
         return type(dataset)({name: _prepared(part, factory, args) for name, part in dataset.items()})  # type: ignore[call-arg]
     return _prepared(dataset, factory, args)
 
 
+def _check_best(sets: Mapping[str, Any], args: GRPOConfig) -> None:
+    """With several evaluation sets, the metric that is the best model's is one of theirs."""
+    wanted = args.metric_for_best_model
+    if wanted is None or not (args.load_best_model_at_end or args.save_strategy == "best"):
+        return
+    if not any(wanted.removeprefix("eval_").startswith(f"{name}_") for name in sets):
+        names = ", ".join(f"'eval_{name}_reward'" for name in sets)
+        raise ConfigurationError(
+            f"metric_for_best_model={wanted!r} is not measured: with several evaluation sets a metric is named "
+            f"eval_{{set}}_{{metric}}. Set it to one of {names}, or to another metric of one of these sets."
+        )
+
+
 def _prepared(part: Any, factory: Any, args: GRPOConfig) -> Any:
+    part = from_frame(part)
     if hasattr(part, "__next__"):  # could be read once
         part = list(part)
     if part is not None and is_sized(part):
@@ -95,6 +110,7 @@ def _prepared(part: Any, factory: Any, args: GRPOConfig) -> Any:
 def _source(dataset: Any, factory: Any, args: GRPOConfig, name: str = "") -> TaskSource:
     if dataset is None and factory is None:
         raise ConfigurationError("There is nothing to evaluate on: pass eval_dataset.")
+    dataset = from_frame(dataset)
     if dataset is not None and not is_sized(dataset):
         dataset = list(dataset)
     of_set = (name,) if name else ()  # row 3 of one set and row 3 of another begin differently

@@ -13,6 +13,7 @@ from agentrl.errors import RunStopped
 from agentrl.objective import Advantages, group_advantages
 from agentrl.rollout.failures import describe
 from agentrl.rollout.group import GroupPlan, with_advantages
+from agentrl.train.guard import check_advantages
 from agentrl.train.rows import TrainItem
 from agentrl.types import Rollout, RolloutGroup, TrainingSequence
 
@@ -62,6 +63,7 @@ def play_cycle(
 
     Raises:
         RunStopped: No rollout of the batch survived.
+        ConfigurationError: Rewards whose advantages are too large to train on.
     """
     mine = play(share_of(plans, rank, world))
     shared = gather_groups(mine, plans, rank, world)
@@ -70,6 +72,7 @@ def play_cycle(
         raise RunStopped(_nothing_survived(mine))
     sizes = [len(group) for group in shared]
     advantages = compare(flat, settings)
+    check_advantages(advantages, settings.scale)
     values = advantages.advantages_N.tolist()
     items = [
         TrainItem(

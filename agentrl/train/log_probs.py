@@ -16,11 +16,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from agentrl.sampler.rope import forget_lengths, rope_limit
 from agentrl.sampler.vision import check_drawn, features, placeholder_ids, vision_parameters, without
-from agentrl.train.attention import Layout, running
+from agentrl.train.attention import Layout, MaskNeeded, running, stand_down, unheeded, watch_windows
 from agentrl.train.candidates import joined
 from agentrl.train.head import renormalised, scores
-from agentrl.train.rows import Row, TrainItem, filled, make_row
+from agentrl.train.rows import Row, TrainItem, each_sequence, filled, make_row
 from agentrl.types import TrainingSequence
 
 log = logging.getLogger(__name__)
@@ -105,7 +106,8 @@ class PolicyForward:
     """Runs rows through a causal language model, packed where that is right for it, else padded.
 
     Which way is right is found by behaviour: on first use a small row is run packed and one sequence at a time, and
-    packing is used only if they agree. The same holds for computing the output layer apart from the model. Rows with
+    packing is used only if they agree. The same holds for computing the output layer apart from the model. Where rotary
+    positions depend on the longest sequence, rows with one beyond the limit run one sequence at a time. Rows with
     images are always padded, and ids that stand for images have probability 0, as they have where turns are sampled.
     """
 
@@ -114,6 +116,8 @@ class PolicyForward:
         self.multiple = multiple  # of the tokens in a row, or in each padded sequence
         self.packs: bool | None = None
         self.splits_head: bool | None = None
+        self._longest_packed: int | None = None  # beyond it the model may attend to less than packed attention does
+        self._limit = rope_limit(model.config.get_text_config())
         parameters = inspect.signature(model.forward).parameters
         self._takes_positions = "position_ids" in parameters
         self._placeholders = placeholder_ids(model)
@@ -160,13 +164,39 @@ class PolicyForward:
 
     # --- two ways through the decoder ---
     def _packed(self, row: Row) -> bool:
-        return bool(self.packs) and not row.has_media
+        longest, most = max(row.lengths), self._longest_packed
+        return bool(self.packs) and not row.has_media and not self._by_itself(row) and (most is None or longest <= most)
+
+    def _by_itself(self, row: Row) -> bool:
+        """Whether a sequence of the row would change the positions of others."""
+        return self._limit is not None and max(row.lengths) > self._limit
 
     def _hidden(self, row: Row, router: bool) -> tuple[Tensor, Tensor | None]:
         """[N, hidden] (or [N, vocabulary] where the head cannot be split off) at the positions that predict.
 
         With `router`, also the load-balancing loss of the row's tokens, padding left out.
         """
+        rows = each_sequence(row) if self._by_itself(row) else [row]
+        try:
+            parts = [self._states(part, router) for part in rows]
+        except MaskNeeded as error:  # only now: some models make a mask of their own for long sequences alone
+            if not self._packed(row):
+                raise
+            log.warning("packing is not used any more for %s: %s", type(self.model).__name__, error)
+            self.packs = False
+            stand_down(self.model)
+            parts = [self._states(row, router)]
+        hidden = torch.cat([states for states, _ in parts]) if len(parts) > 1 else parts[0][0]
+        if not router:
+            return hidden, None
+        balance = router_loss_of(self.model)
+        assert balance is not None  # setup.check_router
+        return hidden, balance(tuple(torch.cat(layer) for layer in zip(*(layers for _, layers in parts), strict=True)))
+
+    def _states(self, row: Row, router: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """`_hidden` of one forward of the decoder, with the router logits of each layer, [T, experts]."""
+        if self._limit is not None:
+            forget_lengths(self.model)
         asked: dict[str, Any] = {"output_router_logits": True} if router else {}
         if self._packed(row):
             full = filled(row, self.multiple)
@@ -174,7 +204,7 @@ class PolicyForward:
             where = None if full is row else torch.arange(len(row.input_ids_T), device=row.input_ids_T.device)
             if not self.splits_head and "logits_to_keep" in inspect.signature(self._original).parameters:
                 out = self._original(**asked, logits_to_keep=row.scored_by_N, use_cache=False)
-                return out.logits[0], self._router_loss(out, where) if router else None
+                return out.logits[0], _router_layers(out, where) if router else ()
         else:
             inputs, where = padded(row, self._takes_positions, self.multiple)
             asked |= inputs
@@ -186,16 +216,7 @@ class PolicyForward:
             states = out.logits
         at = row.scored_by_N if where is None else where[row.scored_by_N]
         picked = states.reshape(-1, states.shape[-1]).index_select(0, at)
-        return picked, self._router_loss(out, where) if router else None
-
-    def _router_loss(self, out: Any, where: Tensor | None) -> Tensor:
-        """The model's own load-balancing loss, over the tokens at `where` (None: all)."""
-        layers = tuple(layer.reshape(-1, layer.shape[-1]) for layer in out.router_logits if layer is not None)
-        if where is not None:
-            layers = tuple(layer.index_select(0, where) for layer in layers)
-        balance = router_loss_of(self.model)
-        assert balance is not None  # setup.check_router
-        return balance(layers)
+        return picked, _router_layers(out, where) if router else ()
 
     def _logits(self, hidden_or_logits: Tensor) -> Tensor:
         logits = self._head(hidden_or_logits) if self.splits_head else hidden_or_logits
@@ -228,7 +249,9 @@ class PolicyForward:
             config = self.model.config.get_text_config()
             if self._takes_positions and config._attn_implementation == "sdpa":
                 self.packs = True
-                self.packs = self._agrees(row, plain, "packing")
+                watch_windows()
+                self.packs = self._agrees(row, plain, "packing") and self.packs  # a mask may have switched it off
+                self._longest_packed = unheeded(config, max(row.lengths))
         finally:
             self.model.train(was_training)
 
@@ -236,11 +259,14 @@ class PolicyForward:
         vocabulary = self.model.config.get_text_config().vocab_size
         device = next(self.model.parameters()).device
         words = [i for i in range(min(3, vocabulary - 1), vocabulary) if i not in self._placeholders]
-        window = getattr(self.model.config.get_text_config(), "sliding_window", None) or 0
-        long = min(window + 9, 600) if window else 24
+        config = self.model.config.get_text_config()
+        windows = [getattr(config, name, None) or 0 for name in ("sliding_window", "attention_chunk_size")]
+        long = max(min(window + 9, 600) if window else 24 for window in windows)
+        most = long if self._limit is None else self._limit  # so that it is packing that is tried
         sequences = []
         for n, length in enumerate((7, long, 12)):
-            ids = [words[(n * 31 + 7 * t * t + t) % len(words)] for t in range(length)]
+            ids = [words[(n * 31 + 7 * t * t + t) % len(words)] for t in range(min(length, most))]
+            length = len(ids)
             sequences.append(TrainingSequence(ids, [t > 1 for t in range(length)], [0.0] * length))
         return make_row([TrainItem(0, tuple(sequences), 1.0, True)], device)
 
@@ -263,6 +289,12 @@ class PolicyForward:
             log.info("%s is not used for %s: off by %.3g, leak %.3g", what, type(self.model).__name__, worst, leak)
             return False
         return True
+
+
+def _router_layers(out: Any, where: Tensor | None) -> tuple[Tensor, ...]:
+    """The router logits of each layer, of the tokens at `where` (None: all)."""
+    layers = tuple(layer.reshape(-1, layer.shape[-1]) for layer in out.router_logits if layer is not None)
+    return layers if where is None else tuple(layer.index_select(0, where) for layer in layers)
 
 
 def _within_sets(out: RowLogProbs, sets_NK: Tensor | None) -> RowLogProbs:

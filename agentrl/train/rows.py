@@ -131,6 +131,27 @@ def filled(row: Row, multiple: int) -> Row:
     )
 
 
+def each_sequence(row: Row) -> list[Row]:
+    """A row for each sequence of `row`, in order, without what its trained tokens are compared with."""
+    sequences = [(item, sequence) for item in row.items for sequence in item.sequences]
+    parts, start = [], 0
+    for length, (item, sequence) in zip(row.lengths, sequences, strict=True):
+        inside = (row.scored_by_N >= start) & (row.scored_by_N < start + length)
+        parts.append(
+            Row(
+                row.input_ids_T[start : start + length],
+                row.position_ids_T[start : start + length],
+                (length,),
+                row.scored_by_N[inside] - start,
+                row.targets_N[inside],
+                torch.zeros_like(row.targets_N[inside]),
+                (replace(item, sequences=(sequence,)),),
+            )
+        )
+        start += length
+    return parts
+
+
 def plan_rows(sizes: Sequence[int], budget: int) -> list[list[int]]:
     """Which rollouts share a row, so that no row exceeds `budget` tokens unless one rollout alone does.
 

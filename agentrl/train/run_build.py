@@ -162,7 +162,8 @@ def _policy(
     warm_up(
         model.to(args.device), tokenizer, parts.factory, dataset=parts.train_rows, tools=parts.tools or None,
         steps=asked.steps, episodes=asked.episodes, batch_size=asked.batch_size, learning_rate=asked.learning_rate,
-        seed=args.seed, on_step=on_warm_up,
+        seed=args.seed, chat_template=args.chat_template, on_step=on_warm_up,
+        chat_template_kwargs=args.chat_template_kwargs,  # type: ignore[arg-type]
     )  # fmt: skip
     return model, tokenizer
 

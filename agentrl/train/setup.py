@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoProcessor,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     set_seed,
 )
@@ -30,6 +32,8 @@ from agentrl.sampler.vision import placeholder_ids
 from agentrl.tasks import TaskSource
 from agentrl.train.config import GRPOConfig
 from agentrl.train.log_probs import router_loss_of, routes
+
+_DROPS = re.compile(r"dropout|pdrop|layerdrop|drop_?(path|prob|rate)")  # how architectures name a probability
 
 
 def init_kwargs(args: GRPOConfig) -> dict[str, Any]:
@@ -145,6 +149,11 @@ def load_tokenizer(processing_class: Any, model: Any, args: GRPOConfig) -> Any:
     Raises:
         ConfigurationError: It does not fit the model, or is not known.
     """
+    if isinstance(processing_class, (str, Path)):
+        raise ConfigurationError(
+            f"processing_class must be a tokenizer or processor, not a {type(processing_class).__name__}: pass "
+            f"AutoTokenizer.from_pretrained({str(processing_class)!r})."
+        )
     if processing_class is None:
         name = getattr(model.config, "_name_or_path", "") or ""
         if not name:
@@ -184,6 +193,26 @@ def _saved_processor(name: str, kwargs: dict[str, Any]) -> Any | None:
         return None
 
 
+def template_text(asked: str | None) -> str | None:
+    """The `chat_template` of the options, with the path of a file replaced by its text.
+
+    Raises:
+        ConfigurationError: No such file, or a word that is neither "original" nor a template.
+    """
+    if asked is None or asked == "original":
+        return asked
+    if asked.endswith((".jinja", ".jinja2")):
+        file = Path(asked).expanduser()
+        if not file.is_file():
+            raise ConfigurationError(f"chat_template={asked!r}: there is no such file.")
+        return file.read_text(encoding="utf-8")
+    if "{" not in asked:
+        raise ConfigurationError(
+            f"chat_template={asked!r} is neither 'original', nor the text of a template, nor the path of a .jinja file."
+        )
+    return asked
+
+
 def make_renderer(tokenizer: Any, args: GRPOConfig, *, with_tools: bool) -> Renderer:
     """Renders for the chat template that the options ask for.
 
@@ -191,15 +220,9 @@ def make_renderer(tokenizer: Any, args: GRPOConfig, *, with_tools: bool) -> Rend
         ConfigurationError: There is no such file, or the template cannot be used.
     """
     kwargs = args.chat_template_kwargs or {}
-    template = args.chat_template
-    if template is not None and template.endswith((".jinja", ".jinja2")):
-        file = Path(template).expanduser()
-        if not file.is_file():
-            raise ConfigurationError(f"chat_template={template!r}: there is no such file.")
-        template = file.read_text(encoding="utf-8")
     return Renderer(
         tokenizer,
-        chat_template=template,
+        chat_template=template_text(args.chat_template),
         chat_template_kwargs=dict(json.loads(kwargs) if isinstance(kwargs, str) else kwargs),
         with_tools=with_tools,
     )
@@ -223,6 +246,8 @@ def wrap_peft(model: Any, peft_config: Any, seed: int) -> Any:
 def _wrapped(model: Any, peft_config: Any, seed: int) -> Any:
     if peft_config is None:
         return model
+    if isinstance(peft_config, dict):
+        raise ConfigurationError("peft_config must be a configuration of peft, such as LoraConfig(r=16), not a dict.")
     try:
         from peft import PeftModel, get_peft_model
     except ImportError:
@@ -244,16 +269,24 @@ def bare(model: Any) -> PreTrainedModel:
 
 
 def silence_dropout(model: torch.nn.Module) -> None:
-    """Every dropout of the model is 0."""
+    """Every dropout of the model is 0, whole layers and paths included."""
+    seen: set[int] = set()
     for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
+        if isinstance(module, torch.nn.modules.dropout._DropoutNd):
             module.p = 0.0
-    config = getattr(model, "config", None)
-    if config is not None and hasattr(config, "attention_dropout"):
-        config.attention_dropout = 0.0
-    for module in model.modules():  # attention layers read their probability from an attribute
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0  # type: ignore[assignment]
+        _silence(module, seen)
+
+
+def _silence(holder: Any, seen: set[int]) -> None:
+    """Dropout probabilities among the attributes of a module or a config, and of the configs in it, are 0."""
+    if id(holder) in seen:
+        return
+    seen.add(id(holder))
+    for name, value in list(vars(holder).items()):
+        if isinstance(value, float) and _DROPS.search(name):
+            setattr(holder, name, 0.0)
+        elif isinstance(value, PreTrainedConfig):
+            _silence(value, seen)
 
 
 def row_multiple(args: GRPOConfig) -> int:

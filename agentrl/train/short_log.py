@@ -14,6 +14,7 @@ SHOWN = (
     ("tools/failure_frequency", "failing {:.0%}"), ("frac_reward_zero_std", "no signal {:.0%}"),
     ("rollout/failed_frac", "broken {:.0%}"), ("step_time", "{:.2f} s/step"),
 )  # fmt: skip
+TRAINED = (("loss", "loss {:.4f}"), ("kl", "kl {:.4f}"), ("entropy", "entropy {:.2f}"), ("grad_norm", "grad {:.3f}"))
 QUIET_AT_ZERO = frozenset({"rollout/failed_frac", "completions/clipped_ratio", "kl"})
 
 
@@ -22,6 +23,8 @@ def short_line(logs: dict[str, Any], step: int, of: int) -> str:
 
     >>> short_line({"reward": 0.5, "loss": 0.01, "rollout/failed_frac": 0.0, "step_time": 0.2}, 10, 40)
     'step 10/40  reward 0.500  loss 0.0100  0.20 s/step'
+    >>> short_line({"loss": 0.01, "grad_norm": 0.5, "perf/step_s": 0.2}, 11, 40)
+    'step 11/40  loss 0.0100  grad 0.500'
     >>> short_line({"eval_reward": 0.5, "epoch": 1.0}, 10, 40)
     'step 10/40  eval_reward 0.500'
     """
@@ -31,6 +34,8 @@ def short_line(logs: dict[str, Any], step: int, of: int) -> str:
             value = logs.get(prefix + name)
             if isinstance(value, (int, float)) and not (name in QUIET_AT_ZERO and not value):
                 parts.append((prefix if form[0] not in "({" else "") + form.format(value))
+    if not parts:  # a step on rollouts that were reported before, or what a callback logs
+        parts = [form.format(logs[name]) for name, form in TRAINED if isinstance(logs.get(name), (int, float))]
     if not parts:
         parts = [
             f"{key} {value:.4g}" for key, value in logs.items() if isinstance(value, (int, float)) and key != "epoch"

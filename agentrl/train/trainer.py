@@ -17,7 +17,7 @@ from agentrl.objective import clip_summary
 from agentrl.record import EpisodeWriter, begin_record
 from agentrl.rollout.engine import RolloutSettings
 from agentrl.rollout.group import GroupPlan
-from agentrl.tasks import TaskSource, derive_seed, is_sized
+from agentrl.tasks import TaskSource, derive_seed, from_frame, is_sized
 from agentrl.tool_schema import build_tools
 from agentrl.train import setup
 from agentrl.train.buffer import RolloutBuffer
@@ -25,6 +25,7 @@ from agentrl.train.config import GRPOConfig
 from agentrl.train.entropy import EntropyControl
 from agentrl.train.evaluate import evaluate, prepare_eval_data
 from agentrl.train.generation import AdvantageSettings
+from agentrl.train.guard import check_step
 from agentrl.train.head import cast_head_to_fp32
 from agentrl.train.log_probs import PolicyForward
 from agentrl.train.metrics import MetricWindow, Reported
@@ -93,6 +94,7 @@ class GRPOTrainer(Trainer):
         if not isinstance(args, GRPOConfig):
             raise ConfigurationError(f"args must be a GRPOConfig, not a {type(args).__name__}.")
         self.loss_config = args.loss_config()
+        train_dataset = from_frame(train_dataset)
         pools = setup.make_pools(environment_factory)
         reward_funcs = load_reward_models(reward_funcs, reward_processing_classes, args)
         sources, weights = setup.make_sources(reward_funcs, args.reward_weights, pools)
@@ -229,11 +231,16 @@ class GRPOTrainer(Trainer):
         assert isinstance(saved, dict)  # in every checkpoint, beside the states of callbacks
         entropy.load(saved)
         begun, self.step_runner.forward.seconds = time.perf_counter(), 0.0
-        loss = self.step_runner.run(model, batch, self.window["train"])
+        loss = self._step_loss = self.step_runner.run(model, batch, self.window["train"])
         self.clock.trained(self.step_runner.tokens, time.perf_counter() - begun, self.step_runner.forward.seconds)
         entropy.save(saved)
         self.window["train"].add("step_time", time.perf_counter() - started)
         return loss
+
+    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> Any:
+        norm = super()._get_grad_norm(model, grad_norm)
+        check_step(self, norm, self._step_loss)
+        return norm
 
     def floating_point_ops(self, inputs: Any) -> int:
         return 0

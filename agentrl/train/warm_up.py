@@ -39,7 +39,8 @@ class WarmUp:
 
 def random_episodes(
     environment_factory: Any, tokenizer: Any, count: int, *, dataset: Any = None, seed: int = 0, stop_p: float = 0.0,
-    max_calls: int = 8, tools: Sequence[Callable[..., Any]] | None = None,
+    max_calls: int = 8, tools: Sequence[Callable[..., Any]] | None = None, chat_template: str | None = None,
+    chat_template_kwargs: dict[str, Any] | None = None,
 ) -> list[Rollout]:  # fmt: skip
     """`count` episodes of a policy that calls random tools with arguments drawn from their schemas.
 
@@ -51,6 +52,7 @@ def random_episodes(
         stop_p: Chance of a turn to answer in words instead of calling a tool.
         max_calls: Turns with calls, where the environment does not end the episode itself.
         tools: Standalone tools.
+        chat_template: As in `GRPOConfig`, like `chat_template_kwargs`: what is trained must be what is warmed up.
     """
     pools = setup.make_pools(environment_factory)
     standalone = build_tools(tools)
@@ -64,7 +66,12 @@ def random_episodes(
     policy = RandomPolicy(seed, stop_p=stop_p, tokenizer=tokenizer_and_processor(tokenizer)[0])
     engine = RolloutEngine(
         policy,
-        Renderer(tokenizer, with_tools=bool(standalone) or any(pool.tools for pool in pools.values())),
+        Renderer(
+            tokenizer,
+            chat_template=setup.template_text(chat_template),
+            chat_template_kwargs=chat_template_kwargs,
+            with_tools=bool(standalone) or any(pool.tools for pool in pools.values()),
+        ),
         pools,
         standalone,
         settings,
@@ -88,6 +95,8 @@ def warm_up(
     stop_p: float = 0.0,
     max_calls: int = 8,
     seed: int = 0,
+    chat_template: str | None = None,
+    chat_template_kwargs: dict[str, Any] | None = None,
     on_step: Callable[[int, float], None] | None = None,
 ) -> WarmUp:
     """The model has seen what tool use looks like: `steps` supervised steps on random episodes.
@@ -100,6 +109,7 @@ def warm_up(
         model: A transformers causal language model; trained in place.
         tokenizer: Its tokenizer.
         environment_factory: As in `GRPOTrainer`.
+        chat_template: As in `GRPOConfig`, like `chat_template_kwargs`: what is trained must be what is warmed up.
         on_step: Called with the step and its loss.
 
     Raises:
@@ -107,7 +117,7 @@ def warm_up(
     """
     played = random_episodes(
         environment_factory, tokenizer, episodes, dataset=dataset, seed=seed, stop_p=stop_p, max_calls=max_calls,
-        tools=tools,
+        tools=tools, chat_template=chat_template, chat_template_kwargs=chat_template_kwargs,
     )  # fmt: skip
     items = [_on_everything_after_the_prompt(rollout) for rollout in played]
     rng = random.Random(derive_seed(seed, "warm-up order"))
