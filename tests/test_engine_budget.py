@@ -142,6 +142,9 @@ class Paper:
         kept = held[: len(held) // 2]
         return Prompt([*kept, 0, *self._context(context)], Drift(len(kept), "scripted"))
 
+    def writer(self, tools: Any, prompt_ids: Any) -> None:
+        return None
+
     def parse(self, ids: list[int], tools: Any, *, start: int = 0, prompt_ids: Any = None) -> ParsedTurn:
         last = self.turn == len(self.steps) - 1
         made = () if last else (ParsedCall(f"call_{start}", "read", {"text": "x"}),)

@@ -301,14 +301,15 @@ class GRPOConfig(TrainingArguments):
     def _warn_of_idle(self) -> None:
         """Says which options were set that do nothing beside the others (a sweep over losses may keep them)."""
         correction = tuple(f"vllm_importance_sampling_{name}" for name in ("mode", "clip_min", "clip_max"))
+        vespo = tuple(f"vespo_{name}_{sign}" for sign in ("pos", "neg") for name in ("k", "lambda"))
+        loss = f"loss_type={self.loss_type!r}"
         idle: list[tuple[bool, tuple[str, ...], str]] = [
-            (self.loss_type != "sapo", ("sapo_temperature_pos", "sapo_temperature_neg"), f"loss_type={self.loss_type!r}"),
-            (self.loss_type != "vespo", ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
-             f"loss_type={self.loss_type!r}"),
-            (self.loss_type in ("cispo", "sapo", "vespo"), ("epsilon",), f"loss_type={self.loss_type!r}"),
+            (self.loss_type != "sapo", ("sapo_temperature_pos", "sapo_temperature_neg"), loss),
+            (self.loss_type != "vespo", vespo, loss),
+            (self.loss_type in ("cispo", "sapo", "vespo"), ("epsilon",), loss),
             (self.beta == 0, ("use_bias_correction_kl",), "beta=0"),
             (not self.vllm_importance_sampling_correction, correction, "vllm_importance_sampling_correction=False"),
-        ]  # fmt: skip
+        ]
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         for applies, names, because in idle:
             for name in names:

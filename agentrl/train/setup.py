@@ -91,6 +91,9 @@ def _from_pretrained(name: str, kwargs: dict[str, Any]) -> Any:
     return AutoModelForImageTextToText.from_pretrained(name, **kwargs)
 
 
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
 def check_router(model: Any, args: GRPOConfig) -> float:
     """The weight of the load-balancing loss: the option's, else that of the model's own config; 0 where there is none.
 
@@ -100,8 +103,8 @@ def check_router(model: Any, args: GRPOConfig) -> float:
     """
     own = getattr(model.config.get_text_config(), "router_aux_loss_coef", None)
     given = args.router_aux_loss_coef
-    if given == 0.0:
-        return 0.0
+    if given == 0.0 and any(getattr(model.config.get_text_config(), name, None) for name in _EXPERTS):
+        return 0.0  # some configs of mixtures of experts do not name the coefficient
     if given is not None and own is None:
         raise ConfigurationError("router_aux_loss_coef is set but the model is no mixture of experts; leave it out.")
     coef = own if given is None else given
