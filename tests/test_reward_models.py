@@ -256,3 +256,15 @@ def test_a_causal_model_that_claims_one_label_is_named_when_it_scores():
 def test_a_tokenizer_with_more_tokens_than_the_model_is_named():
     with pytest.raises(ConfigurationError, match="has 265 tokens but the model's embedding has 50"):
         load(judge(vocab_size=50), kit.fresh_tokenizer())
+
+
+def test_a_folder_whose_score_layer_is_made_up_is_warned_about(tmp_path: Path) -> None:
+    kit.policy().save_pretrained(tmp_path / "causal")
+    kit.fresh_tokenizer().save_pretrained(tmp_path / "causal")
+    with pytest.warns(UserWarning, match=r"causal' is no trained reward model.*score\.weight"):
+        load(str(tmp_path / "causal"))
+    judge().save_pretrained(tmp_path / "judge")
+    kit.fresh_tokenizer().save_pretrained(tmp_path / "judge")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load(str(tmp_path / "judge"))

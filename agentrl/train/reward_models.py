@@ -165,12 +165,22 @@ def _load(name: str, args: GRPOConfig) -> Any:
     kwargs = {"trust_remote_code": args.trust_remote_code} | init_kwargs(args)
     kwargs.pop("gguf_file", None)  # names a file beside the policy
     try:
-        return AutoModelForSequenceClassification.from_pretrained(name, num_labels=1, **kwargs)
+        model, info = AutoModelForSequenceClassification.from_pretrained(
+            name, num_labels=1, output_loading_info=True, **kwargs
+        )
     except RuntimeError as e:  # transformers' way to say that sizes differ
         raise ConfigurationError(
             f"Reward model '{name}' cannot be loaded with one output; it must be a sequence-classification model with "
             "num_labels=1."
         ) from e
+    if info["missing_keys"]:
+        made_up = sorted(info["missing_keys"])[0]
+        warnings.warn(
+            f"Reward model '{name}' is no trained reward model: its files lack {made_up}, which was made up. Its scores "
+            "mean nothing.",
+            stacklevel=3,
+        )
+    return model
 
 
 def _fit(tokenizer: Any, model: Any, name: str) -> None:
