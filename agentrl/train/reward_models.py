@@ -176,8 +176,8 @@ def _load(name: str, args: GRPOConfig) -> Any:
     if info["missing_keys"]:
         made_up = sorted(info["missing_keys"])[0]
         warnings.warn(
-            f"Reward model '{name}' is no trained reward model: its files lack {made_up}, which was made up. Its scores "
-            "mean nothing.",
+            f"Reward model '{name}' is no trained reward model: its files lack {made_up}, which was made up. Its "
+            "scores mean nothing.",
             stacklevel=3,
         )
     return model
