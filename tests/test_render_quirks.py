@@ -187,3 +187,22 @@ def test_a_template_that_wants_short_ids_of_calls_gets_them() -> None:
 def test_the_original_may_leave_tools_out_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     Renderer(tokenizer("deepseek_v3"), chat_template="original")
     assert "your prompts must describe them" in caplog.text and "turns that it rewrites fork" in caplog.text
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma4", "phi3", "llama3_1", "qwen2_5"])
+def test_a_verdict_is_remembered_for_a_tokenizer_and_its_variables(family: str) -> None:
+    first, again = Renderer(tokenizer(family)), Renderer(tokenizer(family))
+    assert again.verdict is first.verdict and again.stop_ids == first.stop_ids
+    assert again.first([ASK], [SEARCH]) == first.first([ASK], [SEARCH])
+    messages = [ASK, call("cave"), result("no")]
+    ids = again.first(messages[:1], [SEARCH])
+    assert again.next(ids, messages, 2, [SEARCH]) == first.next(ids, messages, 2, [SEARCH])
+
+
+def test_a_verdict_is_not_that_of_other_variables_or_tokens() -> None:
+    assert Renderer(tokenizer("qwen3_6")).verdict.template == "qwen3_5"
+    assert (
+        Renderer(tokenizer("qwen3_6"), chat_template_kwargs={"preserve_thinking": True}).verdict.template == "original"
+    )
+    assert Renderer(tokenizer("qwen3"), chat_template="original").verdict.template == "original"
+    assert Renderer(tokenizer("qwen3")).verdict.template == "qwen3"

@@ -59,7 +59,10 @@ class Choice:
 def choose(
     tokenizer: Any, codec: Codec, kwargs: dict[str, Any], asked: str | None, *, with_tools: bool, processor: Any = None
 ) -> tuple[Choice | None, str | None]:
-    """The template to use, and the tokenizer's own text; no template where the tokenizer has none and none fits."""
+    """The template to use, and the tokenizer's own text; no template where the tokenizer has none and none fits.
+
+    A verdict is found once for a template, its variables and the tokenizer's control tokens, and remembered.
+    """
     original = _own_text(processor, with_tools) or _own_text(tokenizer, with_tools)
 
     shown = ""  # what the original writes for an image; a template of ours that knows no blocks gets it as text
@@ -72,28 +75,53 @@ def choose(
 
     if asked is not None and asked != "original":
         return _taken(*make(asked), "custom", with_tools), original
-    speaks_chatml = {"<|im_start|>", "<|im_end|>"} <= codec.control.keys()
     if original is None:
-        if not speaks_chatml:
+        if not {"<|im_start|>", "<|im_end|>"} <= codec.control.keys():
             return None, None
         return _replaced(*make(shipped("chatml")), "chatml", "the tokenizer has no chat template"), original
     own, like = make(original)
     shown = _image_text(own) if processor is not None else ""
+    key = (original, asked, with_tools, repr(kwargs), repr(codec.control), repr(own.variables), shown, repr(like))
+    known = _VERDICTS.get(key)
+    if known is not None:
+        if known.template == "original":
+            return Choice(own, like, known), original
+        return Choice(*make(shipped(known.template), own=own, generation=like.generation), known), original
+    choice = _search(own, like, codec, asked, with_tools, make)
+    if len(_VERDICTS) >= _KEPT:
+        _VERDICTS.clear()
+    _VERDICTS[key] = choice.verdict
+    return choice, original
+
+
+_VERDICTS: dict[tuple[Any, ...], Verdict] = {}
+_KEPT = 256
+
+
+def _search(
+    own: ChatTemplate,
+    like: Behaviour,
+    codec: Codec,
+    asked: str | None,
+    with_tools: bool,
+    make: Callable[..., tuple[ChatTemplate, Behaviour]],
+) -> Choice:
+    """What to use in place of `own`, or `own`."""
     fault = judge(own, like, with_tools)
     if asked == "original" or (fault is None and not (with_tools and _lacks_tools(like))):
-        return _taken(own, like, "original", with_tools), original
+        return _taken(own, like, "original", with_tools)
     why = f"the tokenizer's own template was replaced: {fault}"
     if like.refusal and not like.reads_tools:
         why = f"the tokenizer's own template cannot be used: {like.refusal}"
     elif with_tools and _lacks_tools(like):
-        why = "the tokenizer's own template does not write tools" + ("" if like.reads_tools is False else " and calls")
+        why = "the tokenizer's own template does not write tools" + (" and calls" if like.reads_tools else "")
     found = _family(own, like, codec, with_tools, make)
     if found is not None:
         template, behaviour, name = found
-        return _replaced(template, behaviour, name, why), original
-    if with_tools and speaks_chatml and not like.reads_tools:
-        return _replaced(*make(shipped("chatml")), "chatml", why), original
-    return _taken(own, like, "original", with_tools), original
+        return _replaced(template, behaviour, name, why)
+    if with_tools and {"<|im_start|>", "<|im_end|>"} <= codec.control.keys() and not like.reads_tools:
+        return _replaced(*make(shipped("chatml"), own=own, generation=like.generation), "chatml", why)
+    return _taken(own, like, "original", with_tools)
 
 
 def _image_text(template: ChatTemplate) -> str:

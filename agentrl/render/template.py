@@ -55,7 +55,7 @@ class ChatTemplate:
         if taken:
             raise ConfigurationError(f"chat_template_kwargs cannot hold {sorted(taken)}: agentrl sets them itself.")
         special = {name: getattr(tokenizer, name, None) for name in _SPECIAL_NAMES}
-        self._variables = {name: str(token) for name, token in special.items() if token is not None} | kwargs
+        self.variables = {name: str(token) for name, token in special.items() if token is not None} | kwargs
         self._tools: dict[tuple[int, ...], tuple[list[dict[str, Any]], list[dict[str, Any]], str]] = {}
 
     def _tool_set(self, tools: Tools) -> tuple[list[dict[str, Any]], str] | None:
@@ -89,7 +89,7 @@ class ChatTemplate:
         return self._write(prepared, entry[0] if entry else None, generate)
 
     def _write(self, prepared: list[Message], tools: list[dict[str, Any]] | None, generate: bool) -> str:
-        variables: dict[str, Any] = self._variables
+        variables: dict[str, Any] = self.variables
         if self._own is not None:
             first = next((i for i, m in enumerate(prepared) if m["role"] == "assistant"), len(prepared))
             variables = variables | {
