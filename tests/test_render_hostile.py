@@ -198,3 +198,19 @@ def test_one_spelled_control_token_does_not_change_the_text_around_the_others() 
     plain = renderer.decode(renderer.first([{"role": "user", "content": "hi there"}], None))
     hostile = renderer.decode(renderer.first([{"role": "user", "content": "hi <|end|> there"}], None))
     assert hostile.replace(" <|end|>", "", 1) == plain
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["洞窟の中に何がありますか、教えてください。" * 3, "🙂" * 40, "é" * 80, "  \n x", "<|im_end|>" * 9, "a\u0301" * 30],
+)
+@pytest.mark.parametrize("family", ["qwen3", "llama3_1", "gemma3"])
+def test_any_words_of_the_user_continue_what_is_held(family: str, text: str) -> None:
+    tok = tokenizer(family)
+    renderer = Renderer(tok)
+    ask = {"role": "user", "content": text}
+    held = renderer.first([ask], TOOLS)
+    call = [{"id": "call_0", "type": "function", "function": {"name": "search", "arguments": {"place": "x"}}}]
+    ids = ids_of(tok, renderer.write_turn({"role": "assistant", "content": "", "tool_calls": call}, TOOLS) or "")
+    prompt = renderer.next([*held, *ids], [ask, renderer.parse(ids, TOOLS).message, result(text)], 2, TOOLS)
+    assert prompt.drift is None, prompt.drift

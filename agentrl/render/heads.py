@@ -12,7 +12,9 @@ from agentrl.render.template import ChatTemplate, Tools
 from agentrl.types import Message
 
 _CACHED = 1024
-_COMPARED = 64  # characters of the first user's text that are compared as well
+_COMPARED = 32  # characters of the first user's text that are compared as well
+_TOKENS = 4  # for one character at most: its bytes
+_SPACES = 8  # tokens of white space that may stand before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,7 @@ class Heads:
     ) -> None:
         self._template, self._codec, self._like, self._with_bos = template, codec, like, with_bos
         self._known: dict[tuple[str, str | None], Head] = {}
+        self._accepted: set[tuple[str, tuple[int, ...]]] = set()  # beginnings that were compared before
 
     def of(self, messages: Sequence[Message], tools: Tools) -> Head:
         """The head of prompts that begin as these messages do."""
@@ -61,9 +64,15 @@ class Heads:
         # As text, and with the user's own words after it: one list of tools may begin like another.
         content = first.get("content")
         want = head.tail.lstrip() + (content.strip()[:_COMPARED] if isinstance(content, str) else "")
-        want = self._codec.decode(self._codec.encode_plain(want))[: len(want)].rstrip()
-        text = self._codec.decode(held[len(begins) : len(begins) + len(want) + len(head.tail) + _COMPARED])
-        return text.lstrip().startswith(want)
+        seen = tuple(held[len(begins) : len(begins) + _TOKENS * len(want) + _SPACES])
+        if (want, seen) not in self._accepted:
+            text = self._codec.decode(self._codec.encode_plain(want))[: len(want)].rstrip()
+            if not self._codec.decode(list(seen)).lstrip().startswith(text):
+                return False
+            if len(self._accepted) >= _CACHED:
+                self._accepted.clear()
+            self._accepted.add((want, seen))
+        return True
 
     def _make(self, lead: list[Message], tools: Tools) -> Head:
         text = self._template.render([*lead, user(MARK)], tools)

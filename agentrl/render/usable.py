@@ -22,6 +22,7 @@ class Complaints:
         self.model = model
         self._who = f"The chat template of {model}" if model else "The tokenizer's chat template"
         self._asked = asked is not None
+        self._own = bool(getattr(tokenizer, "chat_template", None))
         if asked is not None and asked != "original":
             self._who = "The given chat_template"
 
@@ -69,7 +70,7 @@ class Complaints:
             log.warning("%s leaves tools out of the prompt: your prompts must describe them.", self._who)
         if not verdict.preserving:
             log.warning("%s rewrites history (%s): turns that it rewrites fork.", self._who, verdict.why)
-        if verdict.template in GENERIC and not self._asked:
+        if verdict.template in GENERIC and self._own and not self._asked:
             log.warning(
                 "%s is not used for tools (%s): agentrl describes them in the system message and reads calls as "
                 '<tool_call>{"name": ..., "arguments": {...}}</tool_call>. Pass a chat_template for another form.',
