@@ -15,6 +15,7 @@ from agentrl.render import Renderer
 from agentrl.rollout.engine import RolloutEngine, RolloutSettings
 from agentrl.sampler import ScriptedSampler
 from agentrl.types import Outcome, Rollout, Task
+from tests.images_kit import block, says, user
 from tests.tiny_processors import Gemma4Like, gemma3, idefics3, picture, qwen2_5_vl, qwen3_vl, template
 
 LOOK: dict[str, Any] = {
@@ -25,18 +26,6 @@ LOOK: dict[str, Any] = {
         "parameters": {"type": "object", "properties": {"at": {"type": "integer"}}, "required": ["at"]},
     },
 }
-
-
-def block(image: Any) -> dict[str, Any]:
-    return {"type": "image", "image": image}
-
-
-def says(text: str) -> dict[str, Any]:
-    return {"type": "text", "text": text}
-
-
-def user(*content: dict[str, Any]) -> dict[str, Any]:
-    return {"role": "user", "content": list(content)}
 
 
 def oracle(processor: Any, talk: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> list[int]:

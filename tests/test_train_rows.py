@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.train.attention import Layout
-from agentrl.train.log_probs import PolicyForward, padded, token_log_probs
+from agentrl.train.log_probs import PolicyForward, padded, score_tokens
 from agentrl.train.rows import TrainItem, make_row, plan_rows
 from agentrl.types import TrainingSequence
 
@@ -185,7 +185,7 @@ def test_F175_F043_only_masked_in_tokens_are_targets():
     row = make_row([TrainItem(0, (sequence([1, 2, 3, 4, 5], [False, False, True, False, True]),), 0.0, True)], CPU)
     assert row.targets_N.tolist() == [3, 5]
     logits = torch.randn(5, 12, requires_grad=True)
-    log_probs_N, _ = token_log_probs(logits[row.scored_by_N], row.targets_N, lambda x: x, 1.0)
+    log_probs_N = score_tokens(logits[row.scored_by_N], row.targets_N, lambda x: x, 1.0).log_probs_N
     log_probs_N.sum().backward()
     assert logits.grad is not None
     moved = (logits.grad.abs().sum(-1) > 0).tolist()
@@ -215,7 +215,8 @@ def test_chunks_change_neither_values_nor_gradient(monkeypatch: pytest.MonkeyPat
     want_gradient = torch.autograd.grad(some_loss(want), leaves)
     for limit in (1 << 24, 16 * 50):  # in one piece, and in pieces of 16 tokens
         monkeypatch.setattr("agentrl.train.log_probs.MAX_LOGITS", limit)
-        got, entropy = token_log_probs(hidden, targets, head, temperature)
+        out = score_tokens(hidden, targets, head, temperature)
+        got, entropy = out.log_probs_N, out.entropy_N
         torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-6)
         torch.testing.assert_close(entropy, want_entropy, atol=1e-5, rtol=1e-5)
         assert not entropy.requires_grad
@@ -225,7 +226,8 @@ def test_chunks_change_neither_values_nor_gradient(monkeypatch: pytest.MonkeyPat
 
 def test_entropy_by_hand():
     logits = torch.tensor([[0.0, 0.0, -math.inf], [math.log(3.0), 0.0, -math.inf]])
-    log_probs_N, entropy_N = token_log_probs(logits, torch.tensor([1, 0]), lambda x: x, 1.0)
+    out = score_tokens(logits, torch.tensor([1, 0]), lambda x: x, 1.0)
+    log_probs_N, entropy_N = out.log_probs_N, out.entropy_N
     assert log_probs_N.tolist() == pytest.approx([-math.log(2), math.log(0.75)])
     assert entropy_N.tolist() == pytest.approx([math.log(2), -0.75 * math.log(0.75) - 0.25 * math.log(0.25)])
 

@@ -7,7 +7,7 @@ import json
 import re
 import secrets
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -29,6 +29,19 @@ def _is_vocabulary(token: dict[str, Any]) -> bool:
 def without_lone_surrogates(text: str) -> str:
     """The text with code points that UTF-8 cannot write replaced by U+FFFD; JSON escapes can smuggle them in."""
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+def map_strings(value: Any, change: Callable[[str], str]) -> Any:
+    """A JSON value with every string and key changed.
+
+    >>> map_strings({"a": ["b", 1]}, str.upper)
+    {'A': ['B', 1]}
+    """
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {change(str(k)): map_strings(v, change) for k, v in value.items()}
+    return [map_strings(v, change) for v in value] if isinstance(value, list | tuple) else value
 
 
 class Codec:

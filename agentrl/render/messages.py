@@ -9,7 +9,7 @@ from typing import Any
 
 from agentrl.errors import ConfigurationError
 from agentrl.pictures import is_image
-from agentrl.render.codec import Codec
+from agentrl.render.codec import Codec, map_strings
 from agentrl.types import Content, Message
 
 
@@ -142,13 +142,7 @@ def without_nulls(schema: Any) -> Any:
 
 def guard_json(value: Any, codec: Codec) -> Any:
     """A JSON value whose strings and keys spell no control token (stand-ins instead, see `Codec.guard`)."""
-    if isinstance(value, str):
-        return codec.guard(value, in_json=True)
-    if isinstance(value, dict):
-        return {codec.guard(str(k), in_json=True): guard_json(v, codec) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [guard_json(v, codec) for v in value]
-    return value
+    return map_strings(value, lambda text: codec.guard(text, in_json=True))
 
 
 def prepare(message: Message, codec: Codec, trusted: frozenset[str], shape: Shape) -> Message:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from agentrl.render.codec import Codec
+from agentrl.render.codec import Codec, map_strings
 from agentrl.types import ParsedTurn
 
 
@@ -49,8 +49,4 @@ class Markers:
         return ParsedTurn(self._spell(turn.message), calls)
 
     def _spell(self, value: Any) -> Any:
-        if isinstance(value, str):
-            return self._codec.spell(value)
-        if isinstance(value, dict):
-            return {self._spell(k): self._spell(v) for k, v in value.items()}
-        return [self._spell(v) for v in value] if isinstance(value, list) else value
+        return map_strings(value, self._codec.spell)

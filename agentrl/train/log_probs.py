@@ -96,12 +96,6 @@ def score_tokens(
     return RowLogProbs(torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts]), candidates)
 
 
-def token_log_probs(hidden_N: Tensor, targets_N: Tensor, head: Callable[[Tensor], Tensor], temperature: float):
-    """([N] log-probs, [N] entropies without gradient): `score_tokens` where nothing more is wanted."""
-    out = score_tokens(hidden_N, targets_N, head, temperature)
-    return out.log_probs_N, out.entropy_N
-
-
 class PolicyForward:
     """Runs rows through a causal language model, packed where that is right for it, else padded.
 

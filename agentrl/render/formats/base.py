@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -147,6 +149,20 @@ def skip_space(text: str, at: int) -> int:
     while at < len(text) and text[at] in " \n\r\t":
         at += 1
     return at
+
+
+def near(text: str, at: int) -> str:
+    """What stands at `at`, for a sentence."""
+    return repr(text[at : at + 40].partition("\n")[0]) if at < len(text) else "the end of the turn"
+
+
+@functools.lru_cache(maxsize=4)
+def last_end(pattern: re.Pattern[str], text: str) -> int:
+    """Where the last match ends, -1 without one: a turn of unclosed values is not searched again for each."""
+    last = -1
+    for match in pattern.finditer(text):
+        last = match.end()
+    return last
 
 
 def kind(value: Any) -> str:

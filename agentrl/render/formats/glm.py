@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import re
 
-from agentrl.render.formats.base import Block, ReadCall, Schemas, skip_space
+from agentrl.render.formats.base import Block, ReadCall, Schemas, last_end, near, skip_space
 from agentrl.render.formats.typed import typed_arguments
 
 _SPACE = r"[ \t\r\n]*+"
@@ -56,7 +55,7 @@ class Glm:
             key = _KEY.match(text, at)
             if key is None:
                 return self._finish(text, at, ReadCall(name, typed_arguments(pairs.items(), schemas.get(name))))
-            border = _BORDER.search(text, key.end()) if key.end() <= _last_border(text) else None
+            border = _BORDER.search(text, key.end()) if key.end() <= last_end(_BORDER, text) else None
             told = key[1].strip()
             if border is None or border["close"] is None:
                 why = f"the value of '{told}' of {name} has no closing </arg_value>"
@@ -73,20 +72,11 @@ class Glm:
             return Block(at + len(self.closing), (call,))
         if text.startswith(self.opening, at):
             return Block(at, (call,))
-        near = repr(text[at : at + 40].partition("\n")[0]) if at < len(text) else "the end of the turn"
-        why = f"in the call of {call.name}, <arg_key>KEY</arg_key><arg_value> or </tool_call> must follow, not {near}"
+        wanted = "<arg_key>KEY</arg_key><arg_value> or </tool_call>"
+        why = f"in the call of {call.name}, {wanted} must follow, not {near(text, at)}"
         return self._malformed(text, at, why)
 
     def _malformed(self, text: str, at: int, why: str) -> Block:
         resume = _TAG.search(text, at)
         end = len(text) if resume is None else resume.end() if resume[0] == self.closing else resume.start()
         return Block(end, (ReadCall(error=f"This tool call was not run: {why}. {self.hint}"),))
-
-
-@functools.lru_cache(maxsize=2)
-def _last_border(text: str) -> int:
-    """Where the last border ends, -1 without one: a turn of unclosed values is not searched again for each."""
-    last = -1
-    for match in _BORDER.finditer(text):
-        last = match.end()
-    return last

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl.render.codec import without_lone_surrogates
+from agentrl.render.codec import map_strings, without_lone_surrogates
 from agentrl.render.formats.base import CallFormat, ReadCall, Schemas, Think
 from agentrl.types import Message, ParsedCall, ParsedTurn
 
@@ -119,8 +119,4 @@ def _join(kept: list[str]) -> str:
 
 
 def _clean(value: Any) -> Any:
-    if isinstance(value, str):
-        return without_lone_surrogates(value)
-    if isinstance(value, dict):
-        return {without_lone_surrogates(k): _clean(v) for k, v in value.items()}
-    return [_clean(v) for v in value] if isinstance(value, list) else value
+    return map_strings(value, without_lone_surrogates)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import re
 
-from agentrl.render.formats.base import Block, ReadCall, Schemas, skip_space
+from agentrl.render.formats.base import Block, ReadCall, Schemas, last_end, near, skip_space
 from agentrl.render.formats.typed import typed_arguments
 
 _SPACE = r"[ \t\r\n]*+"
@@ -47,7 +46,7 @@ class XmlParameters:
         function = _FUNCTION.match(text, at)
         if function is None:
             begun = at + text.startswith("<function=", at)  # a broken tag is no new call
-            return self._malformed(text, start, begun, f"<function=NAME> must come first, not {_near(text, at)}")
+            return self._malformed(text, start, begun, f"<function=NAME> must come first, not {near(text, at)}")
         name, at = function[1].strip(), function.end()
         if not name:
             return self._malformed(text, start, at, "<function=> names no tool")
@@ -58,7 +57,7 @@ class XmlParameters:
             if parameter is None:
                 break
             key = parameter[1].strip()
-            border = _BORDER.search(text, parameter.end()) if parameter.end() <= _last_border(text) else None
+            border = _BORDER.search(text, parameter.end()) if parameter.end() <= last_end(_BORDER, text) else None
             if border is None or border["close"] is None:
                 why = f"the parameter '{key}' of {name} has no closing </parameter>"
                 return self._malformed(text, start, border.start() if border else parameter.end(), why)
@@ -78,23 +77,10 @@ class XmlParameters:
             return Block(after + len("</tool_call>"), (call,))
         if ended or _BEGIN.match(text, after):
             return Block(end, (call,))
-        why = f"in the call of {call.name}, <parameter=KEY> or </function> must follow, not {_near(text, at)}"
+        why = f"in the call of {call.name}, <parameter=KEY> or </function> must follow, not {near(text, at)}"
         return self._malformed(text, start, at, why)
 
     def _malformed(self, text: str, start: int, at: int, why: str) -> Block:
         resume = _RESUME.search(text, max(at, start + 1))
         end = len(text) if resume is None else resume.end() if resume[0] == "</tool_call>" else resume.start()
         return Block(end, (ReadCall(error=f"This tool call was not run: {why}. {self.hint}"),))
-
-
-def _near(text: str, at: int) -> str:
-    return repr(text[at : at + 40].partition("\n")[0]) if at < len(text) else "the end of the turn"
-
-
-@functools.lru_cache(maxsize=2)
-def _last_border(text: str) -> int:
-    """Where the last border ends, -1 without one: a turn of unclosed parameters is not searched again for each."""
-    last = -1
-    for match in _BORDER.finditer(text):
-        last = match.end()
-    return last
