@@ -139,11 +139,8 @@ class Episode:
             if self.instance.done:
                 return Outcome.ENV_DONE
             if held is not None and output.ids is None:
-                held, drift, self.media = (
-                    None,
-                    None,
-                    (),
-                )  # a sampler without ids: the next prompt cannot continue what it drew
+                held = drift = None  # a sampler without ids: the next prompt cannot continue what it drew
+                self.media = ()
             elif held is not None:
                 held = [*held, *(output.ids or ())]
                 following = self._next_prompt(held, new_from, first_length)
