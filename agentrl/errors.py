@@ -44,3 +44,15 @@ class SamplerError(AgentRLError):
 
 class RunStopped(AgentRLError):
     """The run cannot go on: too many failures in a row, or nothing left to train on."""
+
+
+class SandboxUnavailable(ConfigurationError):
+    """Nothing on this machine can run untrusted code safely. Says what is missing and what to install."""
+
+
+class SandboxError(EnvironmentFailed):
+    """A sandbox broke by itself; what the code in it does (a timeout, a crash) is a result and no error."""
+
+
+class SandboxFileError(SandboxError):
+    """A file that cannot be moved into or out of a sandbox: absent, no regular file, too large, outside of it."""

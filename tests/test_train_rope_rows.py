@@ -13,6 +13,7 @@ from test_train_rows import CPU, alone, gradient, items, some_loss, through
 
 from agentrl.sampler.rope import rope_limit
 from agentrl.sampler.transformers import TransformersSampler
+from agentrl.train import probe
 from agentrl.train.log_probs import PolicyForward, Wanted, router_loss_of
 from agentrl.train.rows import make_row
 
@@ -86,7 +87,7 @@ def test_chunked_attention_is_not_packed_across_its_borders(chunk: int):
 
 def test_a_chunk_that_no_probe_fills_packs_only_rows_within_it(monkeypatch: pytest.MonkeyPatch):
     """The probe's cap is lowered from 600 tokens to 24."""
-    probe_row = PolicyForward._probe_row
+    probe_row = probe.probe_row
 
     def short(self: PolicyForward) -> Any:
         windows, config = {}, self.model.config
@@ -99,7 +100,7 @@ def test_a_chunk_that_no_probe_fills_packs_only_rows_within_it(monkeypatch: pyte
             for name, value in windows.items():
                 setattr(config, name, value)
 
-    monkeypatch.setattr(PolicyForward, "_probe_row", short)
+    monkeypatch.setattr(probe, "probe_row", short)
     policy = check(lambda: llama4(32), packs=True)
     policy.packs = True
     assert policy._packed(make_row(items(((32,), (5,))), CPU))
@@ -118,7 +119,7 @@ def test_a_mask_of_the_models_own_is_never_ignored():
 
         def mask(module: Any, args: Any, kwargs: Any) -> Any:
             length = kwargs["hidden_states"].shape[1]
-            if length < 60:
+            if length < 120:
                 return None
             at = torch.arange(length)
             near = (at[:, None] - at[None, :] < 20) & (at[:, None] >= at[None, :])

@@ -10,14 +10,19 @@ import train_kit as kit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.train.attention import Layout
+from agentrl.train.layout import Layout
 from agentrl.train.log_probs import PolicyForward, padded, score_tokens
-from agentrl.train.rows import TrainItem, make_row, plan_rows
+from agentrl.train.pack import plan_rows
+from agentrl.train.rows import TrainItem, make_row
 from agentrl.types import TrainingSequence
 
 CPU = torch.device("cpu")
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
 WINDOW = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8, "shared_expert_intermediate_size": 16, **MOE,
+}  # fmt: skip
 PACKS = {
     "Qwen3": {},
     "Llama": {},
@@ -28,16 +33,12 @@ PACKS = {
     "Cohere": {"logit_scale": 0.3},
     "Granite": {"logits_scaling": 3.0, "attention_multiplier": 0.35},
     "GPT2": {},
+    "Qwen3Next": LINEAR,  # half of its layers carry a state along the row
 }
-LINEAR = {
-    "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 2,
-    "linear_key_head_dim": 8, "linear_value_head_dim": 8, "shared_expert_intermediate_size": 16, **MOE,
-}  # fmt: skip
 MUST_NOT = [
     ("Gemma2", {**WINDOW, "query_pre_attn_scalar": 8}),  # soft-capped attention
     ("Gemma2", {**WINDOW, "query_pre_attn_scalar": 8, "attn_implementation": "eager"}),
     ("GptOss", {**WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2, "attn_implementation": "eager"}),  # sinks
-    ("Qwen3Next", LINEAR),  # half of its layers carry a state along the row
 ]
 
 
@@ -248,17 +249,19 @@ def test_F029_temperature_divides_the_logits():
 @settings(max_examples=60, deadline=None)
 def test_layout_is_a_permutation_into_buckets(lengths: list[int]):
     """Every token of the row lies in exactly one place of the buckets, in its segment's order."""
-    layout = Layout.of(tuple(lengths), CPU)
-    flat = torch.cat([bucket.reshape(-1) for bucket in layout.buckets])
-    assert torch.equal(flat[layout.inverse_T], torch.arange(sum(lengths)))
-    for bucket in layout.buckets:
-        assert ((bucket[:, 1:] - bucket[:, :-1]) >= 0).all()
-    assert len(flat) <= 1.5 * sum(lengths) + 8 * len(lengths)  # padding stays small
+    layout = Layout.of(tuple(lengths), (-1,) * len(lengths), CPU)
+    assert not layout.shared and layout.above(None) == ()
+    real = [torch.arange(b.queries_SQ.numel()) if b.real_R is None else b.real_R for b in layout.own]
+    assert all(torch.equal(b.queries_SQ.reshape(-1)[r], b.rows_R) for b, r in zip(layout.own, real, strict=True))
+    assert sorted(torch.cat([b.rows_R for b in layout.own]).tolist()) == list(range(sum(lengths)))
+    segment = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    for bucket in layout.own:
+        assert (segment[bucket.queries_SQ] == segment[bucket.queries_SQ[:, :1]]).all()
 
 
 @given(st.lists(st.integers(1, 40), max_size=20), st.integers(1, 60))
 def test_plan_rows_places_each_rollout_once_within_the_budget(sizes: list[int], budget: int):
-    plan = plan_rows(sizes, budget)
+    plan = plan_rows([TrainItem(i, (sequence([5] * n),), 1.0, True) for i, n in enumerate(sizes)], budget)
     assert sorted(i for row in plan for i in row) == list(range(len(sizes)))
     assert all(sum(sizes[i] for i in row) <= budget or len(row) == 1 for row in plan)
 

@@ -1,14 +1,14 @@
-"""Attention over a packed row: each segment sees itself and nothing else, with work proportional to the segments.
+"""Attention over a row: each segment sees its own root path and nothing else, with work proportional to the tree.
 
-Segments of similar length are laid side by side and run as one causal SDPA call: right padding needs no mask there,
-because a causal query never looks behind itself. A dense [T, T] mask is never built.
+Where nothing is shared, segments of similar length are laid side by side and run as one causal SDPA call: right padding
+needs no mask there, because a causal query never looks behind itself. Where segments continue others, the CPU's flash
+kernel does it (tree_attention.py), on GPUs flex attention (flex.py). A dense [T, T] mask is never built.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -17,42 +17,11 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
+from agentrl.train.flex import flex_tree_attention
+from agentrl.train.layout import Bucket, Layout
+from agentrl.train.tree_attention import tree_attention
+
 NAME = "agentrl_packed"
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Where the segments of a row lie. Buckets: [S, L] indices into the row, short segments padded with any index."""
-
-    buckets: tuple[Tensor, ...]
-    inverse_T: Tensor  # place of each token in the buckets laid end to end
-
-    @staticmethod
-    def of(lengths: tuple[int, ...], device: torch.device) -> Layout:
-        """Buckets of segments whose lengths differ by less than a factor of about 1.5."""
-        starts = [0]
-        for length in lengths:
-            starts.append(starts[-1] + length)
-        order = sorted(range(len(lengths)), key=lambda i: lengths[i])
-        groups: list[list[int]] = []
-        for i in order:
-            if groups and lengths[i] <= 1.5 * lengths[groups[-1][0]] + 8:
-                groups[-1].append(i)
-            else:
-                groups.append([i])
-        inverse = torch.empty(starts[-1], dtype=torch.long)
-        buckets, offset = [], 0
-        for group in groups:
-            longest = max(lengths[i] for i in group)
-            steps = torch.arange(longest)
-            begin = torch.tensor([starts[i] for i in group])[:, None]
-            size = torch.tensor([lengths[i] for i in group])[:, None]
-            index = begin + torch.minimum(steps, size - 1)
-            real = steps < size
-            inverse[index[real]] = offset + torch.arange(index.numel()).view_as(index)[real]
-            buckets.append(index.to(device))
-            offset += index.numel()
-        return Layout(tuple(buckets), inverse.to(device))
 
 
 class MaskNeeded(ValueError):
@@ -89,33 +58,69 @@ def packed_attention(
         [1, T, H, D] and no weights.
 
     Raises:
-        ValueError: A model that needs what this does not do: soft-capping, attention sinks, two-way attention.
+        ValueError: A model that needs what this does not do: attention sinks, two-way attention, soft-capping (but on
+            a GPU), attention dropout where tokens are shared.
         MaskNeeded: A model that makes a mask of its own.
     """
     layout = _Current.layout
-    unknown = softcap is not None or kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None
+    unknown = kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None
     if layout is None or unknown:
-        raise ValueError("packed attention has no soft-capping, sinks or biases, and runs only inside `running`")
+        raise ValueError("packed attention has no sinks or biases, and runs only inside `running`")
     if getattr(module, "is_causal", True) is False or kwargs.get("is_causal") is False or query.shape[0] != 1:
         raise ValueError("packed attention is causal and takes one row")
     if attention_mask is not None:
         raise MaskNeeded("packed attention takes no mask, and the model gave one")
     if sliding_window is not None:
         _Current.heeded.add(sliding_window)
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, D]
-    grouped = query.shape[1] != key.shape[1]
+    q, k, v = (x[0].transpose(0, 1) for x in _one_dtype(query, key, value))  # [T, heads, D]
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if q.device.type == "cuda" and (layout.shared or softcap is not None):
+        if dropout:
+            raise ValueError("flex attention has no dropout")
+        return flex_tree_attention(q, k, v, layout, window=sliding_window, scale=scale, softcap=softcap)[None], None
+    if softcap is not None:
+        raise ValueError("packed attention has no soft-capping on this device")
+    if layout.shared:
+        if dropout or q.device.type != "cpu":
+            raise ValueError("shared beginnings need a CPU or a CUDA GPU, and a model without attention dropout")
+        return tree_attention(q, k, v, layout.in_pieces(), window=sliding_window, scale=scale)[None], None
+    return _segments(q, k, v, layout, sliding_window, scale, dropout)[None], None
+
+
+def _one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Autocast's type, as SDPA does it by itself; where it is off, that of the values."""
+    kind = tensors[0].device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensors[-1].dtype
+    return tuple(x if x.dtype == dtype else x.to(dtype) for x in tensors)
+
+
+def _segments(
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, window: int | None, scale: float, dropout: float
+) -> Tensor:
+    """[T, H, D] each segment with itself, by SDPA."""
+    grouped = q.shape[1] != k.shape[1]
     outs = []
-    for index in layout.buckets:
-        S, L = index.shape
-        flat = index.reshape(-1)
-        qs, ks, vs = (x.index_select(0, flat).view(S, L, x.shape[1], x.shape[2]).transpose(1, 2) for x in (q, k, v))
-        mask = _band(L, sliding_window, q.device) if sliding_window is not None and sliding_window < L else None
+    for bucket in layout.own:
+        S, L = bucket.queries_SQ.shape
+        qs, ks, vs = (_side_by_side(x, bucket) for x in (q, k, v))
+        mask = _band(L, window, q.device) if window is not None and window < L else None
         out = F.scaled_dot_product_attention(
-            qs, ks, vs, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scaling, enable_gqa=grouped
+            qs, ks, vs, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scale, enable_gqa=grouped
         )
-        outs.append(out.transpose(1, 2).reshape(S * L, *out.shape[1::2]))
-    flat_out = torch.cat(outs) if len(outs) > 1 else outs[0]
-    return flat_out.index_select(0, layout.inverse_T)[None], None
+        flat = out.transpose(1, 2).reshape(S * L, *out.shape[1::2])
+        outs.append(flat if bucket.real_R is None else flat.index_select(0, bucket.real_R))
+    if len(outs) == 1 and layout.own[0].span is not None:
+        return outs[0]
+    rows = torch.cat([bucket.rows_R for bucket in layout.own])
+    return torch.cat(outs).index_select(0, torch.argsort(rows))
+
+
+def _side_by_side(x_TnD: Tensor, bucket: Bucket) -> Tensor:
+    """[S, n, L, D]"""
+    if bucket.span is not None:
+        return x_TnD[slice(*bucket.span)].unflatten(0, bucket.queries_SQ.shape).transpose(1, 2)
+    flat = bucket.queries_SQ.reshape(-1)
+    return x_TnD.index_select(0, flat).unflatten(0, bucket.queries_SQ.shape).transpose(1, 2)
 
 
 def _band(length: int, window: int, device: torch.device) -> Tensor:

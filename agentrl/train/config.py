@@ -82,6 +82,10 @@ class GRPOConfig(TrainingArguments):
     generation_batch_size: int | None = _option(
         None, "Rollouts per generation phase; None: batch size x processes x steps_per_generation."
     )
+    token_budget: int | None = _option(
+        None,
+        "Tokens of a row, shared ones counted once; None: batch size x the longest sample. Longer ones are dropped.",
+    )
     steps_per_generation: int | None = _option(
         None, "Micro-batches per generation phase; None: gradient_accumulation_steps."
     )
@@ -248,6 +252,7 @@ class GRPOConfig(TrainingArguments):
                 self.steps_per_generation is None or self.steps_per_generation >= 1,
                 "steps_per_generation must be at least 1",
             ),
+            (self.token_budget is None or self.token_budget >= 2, "token_budget must be at least 2, or None"),
             (self.rollout_attempts >= 1, "rollout_attempts must be at least 1"),
             (self.max_failures_in_row >= 1, "max_failures_in_row must be at least 1"),
             (

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from agentrl.errors import ConfigurationError
@@ -56,7 +58,8 @@ def _one(trainer: GRPOTrainer, dataset: Any, prefix: str, name: str = "") -> dic
     add_speed(window, groups, seconds, world)
     flat = [rollout for group in shared for rollout in group]
     if trainer.accelerator.is_main_process:
-        add_reward_metrics(window, flat, compare(flat, trainer.buffer.settings), trainer.reported)
+        reported = replace(trainer.reported, asked=_shares(plans))
+        add_reward_metrics(window, flat, compare(flat, trainer.buffer.settings), reported)
         window.add("runtime", seconds)
         window.add("samples_per_second", len(flat), seconds)
     states = [window.state()]
@@ -75,7 +78,7 @@ def prepare_eval_data(dataset: Any, factory: Any, args: GRPOConfig) -> Any:
 
     Raises:
         ConfigurationError: Empty data, a missing column, an unknown environment; evaluation is asked for without any
-            data, and there is no environment to write its prompts or none that every row shares.
+            data, and there is no environment to write its prompts.
     """
     if dataset is None and args.eval_strategy != "no":
         _source(None, factory, args)
@@ -115,6 +118,12 @@ def _source(dataset: Any, factory: Any, args: GRPOConfig, name: str = "") -> Tas
         dataset = list(dataset)
     of_set = (name,) if name else ()  # row 3 of one set and row 3 of another begin differently
     return task_source(dataset, factory, args, seed=derive_seed(args.seed, "evaluation", *of_set))
+
+
+def _shares(plans: Sequence[GroupPlan]) -> dict[str, float]:
+    """The share of each environment."""
+    counts = Counter(plan.task.environment for plan in plans)
+    return {name: count / len(plans) for name, count in counts.items() if name is not None}
 
 
 def _plans(trainer: GRPOTrainer, dataset: Any, name: str) -> list[GroupPlan]:

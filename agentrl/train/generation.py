@@ -78,6 +78,7 @@ def play_cycle(
         TrainItem(
             index=i, sequences=rollout.sequences, advantage=values[i],
             active=rollout.reward is not None and not (rollout.truncated and settings.mask_truncated),
+            group=rollout.group,
         )
         for i, rollout in enumerate(flat)
     ]  # fmt: skip

@@ -15,39 +15,41 @@ LEAST = -1e3  # log-probs below it are probability 0 in every dtype; 0 x LEAST i
 
 
 class _Scores(torch.autograd.Function):
-    """Keeps one [n, vocabulary] tensor for the backward pass, and makes the gradient in one more."""
+    """Keeps one [n, vocabulary] tensor for the backward pass, two where the entropy has one, and makes one more."""
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, logits_nV: Tensor, targets_n: Tensor, candidates_nK: Tensor | None, entropy_gradient: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         log_probs_nV = torch.log_softmax(logits_nV, -1)
-        product_nV = log_probs_nV.exp().mul_(log_probs_nV).masked_fill_(log_probs_nV == -torch.inf, 0.0)
-        entropy_n = product_nV.sum(-1).neg_()
+        target_n = log_probs_nV.gather(-1, targets_n[:, None])[:, 0]
         picked_nK = None
         if candidates_nK is not None:
             picked_nK = log_probs_nV.gather(-1, candidates_nK.clamp_min(0)).masked_fill_(candidates_nK < 0, -torch.inf)
+        probs_nV = log_probs_nV.exp()
+        entropy_n = torch.linalg.vecdot(probs_nV, log_probs_nV.clamp_min_(LEAST)).neg_()
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy_n)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(log_probs_nV, targets_n, candidates_nK, entropy_n)
-        return log_probs_nV.gather(-1, targets_n[:, None])[:, 0], entropy_n, picked_nK
+        ctx.save_for_backward(
+            probs_nV, log_probs_nV if entropy_gradient else None, targets_n, candidates_nK, entropy_n
+        )  # fmt: skip
+        return target_n, entropy_n, picked_nK
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, to_target_n: Tensor | None, to_entropy_n: Tensor | None, to_picked_nK: Tensor | None):  # pyright: ignore[reportIncompatibleMethodOverride]
-        log_probs_nV, targets_n, candidates_nK, entropy_n = ctx.saved_tensors
+        probs_nV, log_probs_nV, targets_n, candidates_nK, entropy_n = ctx.saved_tensors
         # d log p_y = onehot_y - p;  d H = -p (log p + H)
         score_n = torch.zeros_like(entropy_n) if to_target_n is None else to_target_n
         if to_picked_nK is not None:
             to_picked_nK = to_picked_nK.masked_fill(candidates_nK < 0, 0.0)
             score_n = score_n + to_picked_nK.sum(-1)
         if to_entropy_n is None:
-            factor_nV = -score_n[:, None]
+            grad_nV = probs_nV * -score_n[:, None]
         else:
-            factor_nV = log_probs_nV.clamp_min(LEAST).add_(entropy_n[:, None]).mul_(-to_entropy_n[:, None])
-            factor_nV = factor_nV.sub_(score_n[:, None])
-        grad_nV = log_probs_nV.exp().mul_(factor_nV)
+            factor_nV = (log_probs_nV + entropy_n[:, None]).mul_(-to_entropy_n[:, None])
+            grad_nV = factor_nV.sub_(score_n[:, None]).mul_(probs_nV)
         if to_target_n is not None:
             grad_nV.scatter_add_(-1, targets_n[:, None], to_target_n[:, None])
         if to_picked_nK is not None:

@@ -7,7 +7,7 @@ import inspect
 import logging
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,11 +18,13 @@ from transformers import PreTrainedModel
 
 from agentrl.sampler.rope import forget_lengths, rope_limit
 from agentrl.sampler.vision import check_drawn, features, placeholder_ids, vision_parameters, without
-from agentrl.train.attention import Layout, MaskNeeded, running, stand_down, unheeded, watch_windows
+from agentrl.train.attention import MaskNeeded, running, stand_down
 from agentrl.train.candidates import joined
+from agentrl.train.delta_net import DeltaLayout, delta_running, has_delta_layers
 from agentrl.train.head import renormalised, scores
-from agentrl.train.rows import Row, TrainItem, each_sequence, filled, make_row
-from agentrl.types import TrainingSequence
+from agentrl.train.layout import Layout
+from agentrl.train.probe import find_ways
+from agentrl.train.rows import Row, TrainItem, each_sequence, filled
 
 log = logging.getLogger(__name__)
 MAX_LOGITS = 1 << 24  # fp32 logits alive at once: 64 MiB
@@ -99,27 +101,33 @@ def score_tokens(
 class PolicyForward:
     """Runs rows through a causal language model, packed where that is right for it, else padded.
 
-    Which way is right is found by behaviour: on first use a small row is run packed and one sequence at a time, and
-    packing is used only if they agree. The same holds for computing the output layer apart from the model. Where rotary
-    positions depend on the longest sequence, rows with one beyond the limit run one sequence at a time. Rows with
-    images are always padded, and ids that stand for images have probability 0, as they have where turns are sampled.
+    Which way is right is found by behaviour (probe.py). Where rotary positions depend on the longest sequence, rows
+    with one beyond the limit run one sequence at a time. Rows with images are always padded, and ids that stand for
+    images have probability 0, as they have where turns are sampled.
     """
 
     def __init__(self, model: PreTrainedModel, temperature: float, *, multiple: int = 1) -> None:
         self.model, self.temperature = model, temperature  # the bare causal model, no wrapper
         self.multiple = multiple  # of the tokens in a row, or in each padded sequence
-        self.packs: bool | None = None
+        self.packs: bool | None = None  # None: not known yet
         self.splits_head: bool | None = None
-        self._longest_packed: int | None = None  # beyond it the model may attend to less than packed attention does
-        self._limit = rope_limit(model.config.get_text_config())
+        self.least_shared: int | None = None  # tokens that a common beginning must save to stand once; None: none does
+        self.longest_packed: int | None = None  # beyond it the model may attend to less than packed attention does
+        self.limit = rope_limit(model.config.get_text_config())
         parameters = inspect.signature(model.forward).parameters
-        self._takes_positions = "position_ids" in parameters
-        self._placeholders = placeholder_ids(model)
-        self._eyes = vision_parameters(model) if self._placeholders else []
+        self.takes_positions = "position_ids" in parameters
+        self.placeholders = placeholder_ids(model)
+        self._runs_states = has_delta_layers(model)
+        self._eyes = vision_parameters(model) if self.placeholders else []
         self._before: PolicyForward | None = model.__dict__.get("_agentrl_policy_forward")  # another trainer's, say
         self._original = self._before._original if self._before is not None else model.forward
         model.forward = types.MethodType(_forward, model)  # so that DDP and PEFT wrappers stay in the path
         model._agentrl_policy_forward = self  # type: ignore[attr-defined]
+
+    def probe(self) -> None:
+        """`packs`, `splits_head` and `least_shared` are known."""
+        if self.packs is None:
+            find_ways(self)
 
     def restore(self) -> None:
         """The model's own `forward` is back, or that of the `PolicyForward` that was there before."""
@@ -137,12 +145,16 @@ class PolicyForward:
         if not self._packed(row):
             yield
             return
-        with running(self.model, Layout.of(filled(row, self.multiple).lengths, row.input_ids_T.device)):
+        full, device = filled(row, self.multiple), row.input_ids_T.device
+        along = contextlib.nullcontext()
+        if self._runs_states:
+            along = delta_running(self.model, DeltaLayout.of(full.lengths, full.parents, device))
+        with running(self.model, Layout.of(full.lengths, full.parents, device)), along:
             yield
 
     def run(self, row: Row, wanted: Wanted = PLAIN) -> RowLogProbs:
         """Called through the wrapped model's forward."""
-        check_drawn(row.targets_N, self._placeholders)  # else its log-prob is -inf, and the loss is NaN
+        check_drawn(row.targets_N, self.placeholders)  # else its log-prob is -inf, and the loss is NaN
         hidden_or_logits, router_loss = self._hidden(row, wanted.router_loss)
         ids = joined(row.sets_NK, wanted.candidates_NK)
         out = score_tokens(
@@ -156,14 +168,32 @@ class PolicyForward:
             out = replace(out, log_probs_N=out.log_probs_N + zero.to(out.log_probs_N))
         return out
 
+    def filler(self, row: Row) -> int:
+        """Positions that a forward pass of `row` computes besides the row's tokens (each of which may be repeated)."""
+        if self._by_itself(row):
+            return sum(-length % self.multiple for length in row.sequence_lengths)
+        if self._packed(row):
+            return -len(row.input_ids_T) % self.multiple
+        longest = row.longest + -row.longest % self.multiple
+        return longest * len(row.sequence_lengths) - len(row.input_ids_T)
+
+    def least_for(self, items: Sequence[TrainItem]) -> int | None:
+        """`least_shared` for rows of these rollouts; None where such a row would not run packed, which undoes sharing."""
+        sequences = [sequence for item in items for sequence in item.sequences]
+        longest = max((len(sequence.input_ids) for sequence in sequences), default=0)
+        return self.least_shared if self._packs(longest, any(sequence.media for sequence in sequences)) else None
+
     # --- two ways through the decoder ---
     def _packed(self, row: Row) -> bool:
-        longest, most = max(row.lengths), self._longest_packed
-        return bool(self.packs) and not row.has_media and not self._by_itself(row) and (most is None or longest <= most)
+        return self._packs(row.longest, row.has_media)
+
+    def _packs(self, longest: int, media: bool) -> bool:
+        bounds = [bound for bound in (self.limit, self.longest_packed) if bound is not None]
+        return bool(self.packs) and not media and all(longest <= bound for bound in bounds)
 
     def _by_itself(self, row: Row) -> bool:
         """Whether a sequence of the row would change the positions of others."""
-        return self._limit is not None and max(row.lengths) > self._limit
+        return self.limit is not None and row.longest > self.limit
 
     def _hidden(self, row: Row, router: bool) -> tuple[Tensor, Tensor | None]:
         """[N, hidden] (or [N, vocabulary] where the head cannot be split off) at the positions that predict.
@@ -177,7 +207,7 @@ class PolicyForward:
             if not self._packed(row):
                 raise
             log.warning("packing is not used any more for %s: %s", type(self.model).__name__, error)
-            self.packs = False
+            self.packs, self.least_shared = False, None
             stand_down(self.model)
             parts = [self._states(row, router)]
         hidden = torch.cat([states for states, _ in parts]) if len(parts) > 1 else parts[0][0]
@@ -189,18 +219,18 @@ class PolicyForward:
 
     def _states(self, row: Row, router: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
         """`_hidden` of one forward of the decoder, with the router logits of each layer, [T, experts]."""
-        if self._limit is not None:
+        if self.limit is not None:
             forget_lengths(self.model)
         asked: dict[str, Any] = {"output_router_logits": True} if router else {}
         if self._packed(row):
             full = filled(row, self.multiple)
             asked |= {"input_ids": full.input_ids_T[None], "position_ids": full.position_ids_T[None]}
-            where = None if full is row else torch.arange(len(row.input_ids_T), device=row.input_ids_T.device)
+            where = row.places_M if full is not row or row.shared else None
             if not self.splits_head and "logits_to_keep" in inspect.signature(self._original).parameters:
                 out = self._original(**asked, logits_to_keep=row.scored_by_N, use_cache=False)
                 return out.logits[0], _router_layers(out, where) if router else ()
         else:
-            inputs, where = padded(row, self._takes_positions, self.multiple)
+            inputs, where = padded(row, self.takes_positions, self.multiple)
             asked |= inputs
         if self.splits_head:
             out = getattr(self.model, self.model.base_model_prefix)(**asked, use_cache=False)
@@ -208,13 +238,13 @@ class PolicyForward:
         else:
             out = self._original(**asked, use_cache=False)
             states = out.logits
-        at = row.scored_by_N if where is None else where[row.scored_by_N]
+        at = row.scored_by_N if where is None else where[row.scored_at_N]
         picked = states.reshape(-1, states.shape[-1]).index_select(0, at)
         return picked, _router_layers(out, where) if router else ()
 
     def _logits(self, hidden_or_logits: Tensor) -> Tensor:
         logits = self._head(hidden_or_logits) if self.splits_head else hidden_or_logits
-        return without(logits, self._placeholders)
+        return without(logits, self.placeholders)
 
     def _head(self, hidden: Tensor) -> Tensor:
         logits = self.model.get_output_embeddings()(hidden)  # type: ignore[misc]
@@ -227,66 +257,9 @@ class PolicyForward:
             logits = torch.tanh(logits / cap) * cap
         return logits
 
-    # --- finding out ---
-    @torch.no_grad()
-    def probe(self) -> None:
-        """`packs` and `splits_head` are known; both are used only where they give what the plain model gives."""
-        if self.packs is not None:
-            return
-        was_training = self.model.training
-        self.model.eval()
-        try:
-            row = self._probe_row()
-            self.packs = self.splits_head = False
-            plain = self.run(row).log_probs_N
-            self.splits_head = self._agrees(row, plain, "splitting off the output layer")
-            config = self.model.config.get_text_config()
-            if self._takes_positions and config._attn_implementation == "sdpa":
-                self.packs = True
-                watch_windows()
-                self.packs = self._agrees(row, plain, "packing") and self.packs  # a mask may have switched it off
-                self._longest_packed = unheeded(config, max(row.lengths))
-        finally:
-            self.model.train(was_training)
-
-    def _probe_row(self) -> Row:
-        vocabulary = self.model.config.get_text_config().vocab_size
-        device = next(self.model.parameters()).device
-        words = [i for i in range(min(3, vocabulary - 1), vocabulary) if i not in self._placeholders]
-        config = self.model.config.get_text_config()
-        windows = [getattr(config, name, None) or 0 for name in ("sliding_window", "attention_chunk_size")]
-        long = max(min(window + 9, 600) if window else 24 for window in windows)
-        most = long if self._limit is None else self._limit  # so that it is packing that is tried
-        sequences = []
-        for n, length in enumerate((7, long, 12)):
-            ids = [words[(n * 31 + 7 * t * t + t) % len(words)] for t in range(min(length, most))]
-            length = len(ids)
-            sequences.append(TrainingSequence(ids, [t > 1 for t in range(length)], [0.0] * length))
-        return make_row([TrainItem(0, tuple(sequences), 1.0, True)], device)
-
-    def _agrees(self, row: Row, plain: Tensor, what: str) -> bool:
-        """Whether the way that is switched on gives the plain model's numbers, and no segment sees another."""
-        if what.startswith("splitting"):
-            self.splits_head = True
-        fp32 = next(self.model.parameters()).dtype == torch.float32
-        try:
-            with self.context(row):
-                other = self.run(row).log_probs_N
-                changed = self.run(_other_first_segment(row)).log_probs_N
-        except Exception as error:  # whatever a foreign architecture raises means the same: not this way
-            log.info("%s is not used for %s: %s", what, type(self.model).__name__, error)
-            return False
-        after = row.scored_by_N >= row.lengths[0]
-        leak = (changed - other)[after].abs().max().item()
-        worst = (other - plain).abs().max().item()
-        if not (worst <= (1e-4 if fp32 else 0.15) and leak <= (1e-5 if fp32 else 1e-3)):
-            log.info("%s is not used for %s: off by %.3g, leak %.3g", what, type(self.model).__name__, worst, leak)
-            return False
-        return True
-
 
 def _router_layers(out: Any, where: Tensor | None) -> tuple[Tensor, ...]:
-    """The router logits of each layer, of the tokens at `where` (None: all)."""
+    """The router logits of each layer, of the tokens at `where` (None: all), each as often as it stands there."""
     layers = tuple(layer.reshape(-1, layer.shape[-1]) for layer in out.router_logits if layer is not None)
     return layers if where is None else tuple(layer.index_select(0, where) for layer in layers)
 
@@ -298,13 +271,6 @@ def _within_sets(out: RowLogProbs, sets_NK: Tensor | None) -> RowLogProbs:
     inside_NK, others_NH = out.candidates_NK.split([sets_NK.shape[1], out.candidates_NK.shape[1] - sets_NK.shape[1]], 1)
     others = renormalised(others_NH, inside_NK) if others_NH.shape[1] else None
     return replace(out, log_probs_N=renormalised(out.log_probs_N, inside_NK), candidates_NK=others)
-
-
-def _other_first_segment(row: Row) -> Row:
-    """The row with other tokens in its first segment: nothing after it may change."""
-    ids = row.input_ids_T.clone()
-    ids[: row.lengths[0]] = ids[: row.lengths[0]].flip(0)
-    return replace(row, input_ids_T=ids)
 
 
 def _forward(
@@ -341,22 +307,22 @@ def routes(model: Any) -> bool:
 
 
 def padded(row: Row, positions: bool, multiple: int = 1) -> tuple[dict[str, Tensor], Tensor]:
-    """The row as [S, L] right-padded inputs, and [T] where each token of the row lies in them; `multiple` divides L.
+    """The row as [S, L] right-padded inputs, and [M] where its sequences' tokens lie in them; `multiple` divides L.
 
     Position ids are given wherever the model takes them, so padding cannot shift a position. Not beside images: some
     models (Qwen-VL) count positions by images, and do so themselves.
     """
-    device, longest = row.input_ids_T.device, -(-max(row.lengths) // multiple) * multiple
-    size = torch.tensor(row.lengths, device=device)
+    device, longest = row.input_ids_T.device, -(-row.longest // multiple) * multiple
+    size = torch.tensor(row.sequence_lengths, device=device)
     steps = torch.arange(longest, device=device)
     mask = steps[None, :] < size[:, None]
     where = mask.reshape(-1).nonzero()[:, 0]
     ids = torch.zeros(mask.numel(), dtype=torch.long, device=device)
-    ids[where] = row.input_ids_T
+    ids[where] = row.input_ids_T[row.places_M]
     inputs = {"input_ids": ids.view_as(mask), "attention_mask": mask.long()}
     if row.has_media:
         media = [sequence.media for item in row.items for sequence in item.sequences]
         return inputs | features(media, inputs["input_ids"]), where
     if positions:  # behind the longest sequence 0: a learnt position may not exist there
-        inputs["position_ids"] = torch.where(steps < max(row.lengths), steps, 0).expand(len(row.lengths), -1)
+        inputs["position_ids"] = torch.where(steps < row.longest, steps, 0).expand(len(size), -1)
     return inputs, where

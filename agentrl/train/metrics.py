@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from agentrl.rollout.sequences import rendered_again
-from agentrl.types import Rollout, RolloutGroup, ToolCallRecord
+from agentrl.types import Rollout, RolloutGroup, ToolCallRecord, TrainingSequence
 
 if TYPE_CHECKING:
     from agentrl.objective import Advantages
@@ -88,6 +90,7 @@ class Reported:
     tools: frozenset[str] = frozenset()  # names of all tools; none: no tools/*
     environments: tuple[str, ...] = ()  # values of the rows' `environment` column where several are mixed
     sources: tuple[str, ...] = ()  # of reward
+    asked: Mapping[str, float] = field(default_factory=dict)  # share of the tasks by environment, where it is known
 
 
 # --- rollouts, by the rank that played them --------------------------------------------
@@ -100,6 +103,8 @@ def add_rollout_metrics(window: MetricWindow, groups: Sequence[RolloutGroup], re
         mine = [rollout for rollout in rollouts if rollout.task.environment == name]
         _add_behaviour(window.under(f"env/{name}/"), mine, bool(reported.tools))
         window.add(f"env/{name}/rollout_frac", len(mine), len(rollouts))
+        dropped = [float(group.dropped) for group in groups if group.task.environment == name]
+        _add_course(window.under(f"env/{name}/"), mine, dropped)
     if reported.tools:
         _add_calls(window, [call for rollout in played for call in rollout.tool_calls], reported.tools)
         window.add_all("tools/parallel_calls_mean", _calls_per_message(played))
@@ -130,6 +135,17 @@ def _add_behaviour(window: MetricWindow, rollouts: Sequence[Rollout], has_tools:
     window.add_all("rollout/turns_mean", [len(rollout.turns) for rollout in played])
     if played:
         window.high("rollout/turns_max", max(len(rollout.turns) for rollout in played))
+
+
+def _add_course(window: MetricWindow, rollouts: Sequence[Rollout], dropped: Sequence[float]) -> None:
+    """How the rollouts of one environment went: endings, tries, seconds."""
+    for outcome, count in Counter(rollout.outcome.value for rollout in rollouts).items():
+        window.count(f"outcome/{outcome}_count", count)
+    window.add_all("rollout/groups_dropped_frac", dropped)
+    window.add_all("rollout/attempts_mean", [rollout.attempts for rollout in rollouts])
+    window.add_all("rollout/duration_s", _seconds(rollouts, "total"))
+    for stage in ("reset", "tools", "reward"):
+        window.add_all(f"{stage}_s", _seconds([r for r in rollouts if not r.outcome.failed], stage))
 
 
 def _add_lengths(window: MetricWindow, played: Sequence[Rollout]) -> None:
@@ -228,6 +244,7 @@ def add_reward_metrics(
         if mine:
             view = window.under(f"env/{name}/")
             _add_rewards(view, [rollouts[i] for i in mine], [zero_std[i] for i in mine])
+    _add_mixture(window, rollouts, reported)
     for name in reported.sources:
         given = [(rollout.group, rollout.rewards.get(name)) for rollout in rollouts]
         values = [(group, value) for group, value in given if value is not None]
@@ -236,6 +253,22 @@ def add_reward_metrics(
             window.add_all(f"rewards/{name}/mean", everyone)
             window.add(f"rewards/{name}/std", _std(everyone) * len(everyone), len(everyone))
             window.add(f"rewards/{name}/group_std", _within_groups(values), len(values))
+
+
+def _add_mixture(window: MetricWindow, rollouts: Sequence[SharedRollout], reported: Reported) -> None:
+    """mixture/*: what share of the tasks each environment was to have, and what share of what is trained it has."""
+    trained = [rollout for rollout in rollouts if rollout.reward is not None]
+    tokens = [sum(map(_trained_tokens, rollout.sequences)) for rollout in trained]
+    for name in reported.environments:
+        mine = [rollout.environment == name for rollout in trained]
+        if name in reported.asked:
+            window.add(f"mixture/{name}/asked_frac", reported.asked[name])
+        window.add(f"mixture/{name}/realised_frac", sum(mine), len(trained))
+        window.add(f"mixture/{name}/realised_token_frac", sum(itertools.compress(tokens, mine)), sum(tokens))
+
+
+def _trained_tokens(sequence: TrainingSequence) -> int:
+    return sum(sequence.completion_mask)
 
 
 def _add_rewards(window: MetricWindow, rollouts: Sequence[SharedRollout], zero_std: Sequence[bool]) -> None:

@@ -49,7 +49,7 @@ def run(
     """Trains, shows what was learnt and writes it to `output_dir` (default: outputs/quickstart-<environment>).
 
     Args:
-        environment: A ready environment (hunt, recycle), a registered id, or "package.module:Class".
+        environment: A ready environment (hunt, recycle, grid_world), a registered id, or "package.module:Class".
         seed: Names all random numbers of the run.
         max_batches: Batches of 64 episodes; by default up to 150, fewer where the policy has learnt the task.
         output_dir: Gets episodes.jsonl, reward.svg, reward.png.
@@ -81,7 +81,7 @@ def run(
 
 
 def _ready(name: str) -> str:
-    return f"agentrl/{name.capitalize()}-v0"
+    return f"agentrl/{''.join(part.capitalize() for part in name.split('_'))}-v0"
 
 
 def _train_and_show(

@@ -1,14 +1,16 @@
-"""Rows: whole rollouts laid end to end as flat tensors with segment borders."""
+"""Rows: whole rollouts as flat tensors of segments, in which what sequences begin with in common stands once."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from agentrl.train.candidates import sampler_heads, sampling_sets
+from agentrl.train.tree import Ints, tree_of
 from agentrl.types import TrainingSequence
 
 
@@ -24,6 +26,7 @@ class TrainItem:
     sampler_N: Tensor | None = None  # log-probs recorded at sampling time
     ref_N: Tensor | None = None  # log-probs under the reference model
     corrected: bool = False  # another engine drew it, and its log-probs `sampler_N` are known
+    group: int = 0  # rollouts of one prompt have the same; they go into one row where it holds them
 
     @property
     def trained_tokens(self) -> int:
@@ -32,21 +35,26 @@ class TrainItem:
 
     @property
     def tokens(self) -> int:
-        """Tokens that a forward pass sees."""
+        """Tokens of its sequences, shared ones counted in each."""
         return sum(len(s.input_ids) for s in self.sequences)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one forward pass sees: T tokens in segments, N of them trained.
+    """What one forward pass sees: T tokens in segments, which hold S sequences of M tokens, N of them trained.
 
-    No term crosses a segment's start: token i is scored by position `scored_by[i]`, its predecessor in its segment.
+    Without sharing, the sequences are the segments. With it, a segment may continue another, and a token that several
+    sequences begin with stands once. Each trained token is scored by its predecessor in its own sequence, so one
+    position may score several; no term crosses a sequence's start.
     """
 
     input_ids_T: Tensor
-    position_ids_T: Tensor  # restarts at 0 in every segment
+    position_ids_T: Tensor  # a token's place in its sequences
     lengths: tuple[int, ...]  # of the segments, in order
-    scored_by_N: Tensor  # index in [0, T) of the position whose logits predict the trained token
+    parents: tuple[int, ...]  # for each segment the one that it continues; -1: none
+    sequence_lengths: tuple[int, ...]  # [S], in the order of `items`
+    places_M: Tensor  # where each token of each sequence lies in [0, T)
+    scored_at_N: Tensor  # index in [0, M) of the token before the trained one
     targets_N: Tensor
     rollout_N: Tensor  # 0..R-1, the place of the token's rollout in `items`
     items: tuple[TrainItem, ...]  # [R]
@@ -55,6 +63,21 @@ class Row:
     )
     heads_NH: Tensor | None = None  # the sampler's most likely ids where each token was drawn, -1: padding
     head_log_probs_NH: Tensor | None = None  # what the sampler gave them; -inf: padding
+
+    @property
+    def scored_by_N(self) -> Tensor:
+        """Index in [0, T) of the position whose logits predict the trained token."""
+        return self.places_M.index_select(0, self.scored_at_N)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(self.sequence_lengths, default=0)
+
+    @property
+    def shared(self) -> bool:
+        """Whether a token stands for several sequences."""
+        return len(self.places_M) > len(self.input_ids_T)
 
     @property
     def has_media(self) -> bool:
@@ -73,48 +96,59 @@ class Row:
         return torch.tensor(values_R, dtype=torch.float32, device=self.targets_N.device)[self.rollout_N]
 
 
-def make_row(items: Sequence[TrainItem], device: torch.device) -> Row:
+def make_row(items: Sequence[TrainItem], device: torch.device, least: int | None = None) -> Row:
     """The row that holds every sequence of `items`.
 
+    Args:
+        items: Rollouts. A sequence without tokens is left out.
+        device: Of the tensors.
+        least: What sequences begin with in common stands once where that saves so many tokens; None: nothing does.
+
     Raises:
-        ValueError: A trained token at the start of a sequence: nothing predicts it.
+        ValueError: A trained token at the start of a sequence: nothing predicts it. Or ids and mask that do not fit.
     """
-    ids: list[int] = []
-    positions: list[int] = []
-    lengths: list[int] = []
-    scored_by: list[int] = []
-    targets: list[int] = []
-    rollouts: list[int] = []
-    for place, item in enumerate(items):
-        for sequence in item.sequences:
-            start, tokens = len(ids), sequence.input_ids
-            if sequence.completion_mask[0]:
-                raise ValueError("the first token of a sequence is marked as trained, but nothing predicts it")
-            trained = [t for t, mask in enumerate(sequence.completion_mask) if mask]
-            ids += tokens
-            positions += range(len(tokens))
-            lengths.append(len(tokens))
-            scored_by += [start + t - 1 for t in trained]
-            targets += [tokens[t] for t in trained]
-            rollouts += [place] * len(trained)
+    pairs = [(place, s) for place, item in enumerate(items) for s in item.sequences if len(s.input_ids)]
+    sequences = [sequence for _, sequence in pairs]
+    tree = tree_of([sequence.input_ids for sequence in sequences], least)
+    trained = [_trained(sequence) for sequence in sequences]
+    starts = np.cumsum([0, *(len(place) for place in tree.places)])
+    scored_at = [start + at - 1 for start, at in zip(starts, trained, strict=False)]
+    places_M = _joined(tree.places)
+    targets = tree.ids_T[places_M[_joined(scored_at) + 1]] if len(places_M) else places_M
+    rollouts = [np.full(len(at), place) for (place, _), at in zip(pairs, trained, strict=True)]
 
-    def tensor(values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.long, device=device)
+    def tensor(values: Ints) -> Tensor:
+        return torch.from_numpy(values).to(device)
 
-    sequences = [sequence for item in items for sequence in item.sequences]
     sets, heads = sampling_sets(sequences), sampler_heads(sequences)
     return Row(
-        tensor(ids),
-        tensor(positions),
-        tuple(lengths),
-        tensor(scored_by),
+        tensor(tree.ids_T),
+        tensor(tree.positions_T),
+        tree.lengths,
+        tree.parents,
+        tuple(len(place) for place in tree.places),
+        tensor(places_M),
+        tensor(_joined(scored_at)),
         tensor(targets),
-        tensor(rollouts),
+        tensor(_joined(rollouts)),
         tuple(items),
         None if sets is None else sets.to(device),
         None if heads is None else heads[0].to(device),
         None if heads is None else heads[1].to(device),
     )
+
+
+def _trained(sequence: TrainingSequence) -> Ints:
+    mask = np.asarray(sequence.completion_mask, dtype=bool)
+    if len(mask) != len(sequence.input_ids):
+        raise ValueError(f"a sequence of {len(sequence.input_ids)} tokens has a mask of {len(mask)}")
+    if mask[0]:
+        raise ValueError("the first token of a sequence is marked as trained, but nothing predicts it")
+    return np.flatnonzero(mask)
+
+
+def _joined(parts: Sequence[Ints]) -> Ints:
+    return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
 
 def filled(row: Row, multiple: int) -> Row:
@@ -128,21 +162,26 @@ def filled(row: Row, multiple: int) -> Row:
         input_ids_T=torch.cat([row.input_ids_T, more]),
         position_ids_T=torch.cat([row.position_ids_T, torch.arange(missing, device=more.device)]),
         lengths=(*row.lengths, missing),
+        parents=(*row.parents, -1),
     )
 
 
 def each_sequence(row: Row) -> list[Row]:
     """A row for each sequence of `row`, in order, without what its trained tokens are compared with."""
-    sequences = [(item, sequence) for item in row.items for sequence in item.sequences]
+    sequences = [(item, s) for item in row.items for s in item.sequences if len(s.input_ids)]
     parts, start = [], 0
-    for length, (item, sequence) in zip(row.lengths, sequences, strict=True):
-        inside = (row.scored_by_N >= start) & (row.scored_by_N < start + length)
+    for length, (item, sequence) in zip(row.sequence_lengths, sequences, strict=True):
+        inside = (row.scored_at_N >= start) & (row.scored_at_N < start + length)
+        place = row.places_M[start : start + length]
         parts.append(
             Row(
-                row.input_ids_T[start : start + length],
-                row.position_ids_T[start : start + length],
+                row.input_ids_T[place],
+                row.position_ids_T[place],
                 (length,),
-                row.scored_by_N[inside] - start,
+                (-1,),
+                (length,),
+                torch.arange(length, device=place.device),
+                row.scored_at_N[inside] - start,
                 row.targets_N[inside],
                 torch.zeros_like(row.targets_N[inside]),
                 (replace(item, sequences=(sequence,)),),
@@ -150,26 +189,3 @@ def each_sequence(row: Row) -> list[Row]:
         )
         start += length
     return parts
-
-
-def plan_rows(sizes: Sequence[int], budget: int) -> list[list[int]]:
-    """Which rollouts share a row, so that no row exceeds `budget` tokens unless one rollout alone does.
-
-    First fit on decreasing size: at most 22% more rows than the fewest possible.
-
-    >>> plan_rows([5, 3, 2, 4], budget=7)
-    [[0, 2], [3, 1]]
-    """
-    order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
-    rows: list[list[int]] = []
-    left: list[int] = []
-    for i in order:
-        for r, room in enumerate(left):
-            if sizes[i] <= room:
-                rows[r].append(i)
-                left[r] -= sizes[i]
-                break
-        else:
-            rows.append([i])
-            left.append(budget - sizes[i])
-    return rows

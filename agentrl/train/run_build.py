@@ -13,13 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.errors import AgentRLError, ConfigurationError, MissingDependency
-from agentrl.train.run_file import ModelSection, RunFile
+from agentrl.mixing import EnvironmentSpec
+from agentrl.train.run_file import EnvironmentSection, ModelSection, RunFile
 from agentrl.train.run_objects import environment_factory, find_modules_in, load_rows, named_function, reward_function
 from agentrl.train.run_types import check_keys, check_value
 
 if typing.TYPE_CHECKING:
     from agentrl.train.config import GRPOConfig
     from agentrl.train.trainer import GRPOTrainer
+
+
+# what [environment] may say beside its id, arguments and share: fields of EnvironmentSpec
+SETTINGS = ("max_turns", "max_completion_length", "max_concurrent", "max_failures_in_row", "deadlines")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +46,7 @@ def load_parts(run: RunFile) -> RunParts:
         ConfigurationError: What cannot be found or read; names the section.
     """
     find_modules_in(Path.cwd(), run.path.parent.resolve())
-    factories = {name: environment_factory(one.id, one.kwargs) for name, one in run.environments.items()}
+    factories = {name: _environment(name, one, run.data is None) for name, one in run.environments.items()}
     factory = factories.get(None) if None in factories else (factories or None)
     rows = eval_rows = None
     if run.data is not None:
@@ -49,11 +54,26 @@ def load_parts(run: RunFile) -> RunParts:
         rows = load_rows(run.find(data.path), split=data.split, columns=data.columns, limit=data.limit)
         if data.eval_path is not None:
             eval_rows = load_rows(run.find(data.eval_path), split=data.split, columns=data.columns)
-    elif isinstance(factory, dict):
-        rows = [{"environment": name} for name, one in run.environments.items() for _ in range(one.share)]
     functions, weights = _rewards(run)
     tools = [named_function(spec, "tool") for spec in run.tools.functions] if run.tools else []
     return RunParts(factory, rows, eval_rows, functions, weights, tools)
+
+
+def _environment(name: str | None, section: EnvironmentSection, by_share: bool) -> Any:
+    """A factory; with the settings of the section, where it has any."""
+    factory = environment_factory(section.id, section.kwargs)
+    given = {key: value for key in SETTINGS if (value := getattr(section, key)) not in (None, {})}
+    where = "environment" if name is None else f"environment.{name}"
+    if name is not None and by_share:
+        given["weight"] = section.share
+    elif section.share != 1:
+        raise ConfigurationError(
+            f"'{where}.share' is for several environments without [data], whose rows say how many tasks each has."
+        )
+    try:
+        return EnvironmentSpec(factory, **given) if given else factory
+    except ConfigurationError as error:
+        raise ConfigurationError(f"[{where}]: {error}") from error
 
 
 def _rewards(run: RunFile) -> tuple[list[Callable[..., Any]], list[float] | None]:

@@ -56,6 +56,11 @@ class EnvironmentSection:
     id: str  # registered, or "module:Class"
     kwargs: dict[str, Any] = field(default_factory=dict)
     share: int = 1  # of several environments without data: how many of the tasks, relative to the others
+    max_turns: int | None = None  # this one and those below as in `agentrl.EnvironmentSpec`
+    max_completion_length: int | None = None
+    max_concurrent: int | None = None
+    max_failures_in_row: int | None = None
+    deadlines: dict[str, float | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,9 @@ from transformers import (
 )
 
 from agentrl.errors import ConfigurationError, MissingDependency
+from agentrl.mixing import weights_of
 from agentrl.pool import EnvironmentPool
-from agentrl.registry import resolve
+from agentrl.pool import make_pools as make_pools  # callers of this file find it here
 from agentrl.render import Renderer
 from agentrl.render.images import tokenizer_and_processor
 from agentrl.rollout.scoring import RewardSource, name_sources
@@ -309,24 +310,13 @@ def context_length(model: Any) -> int | None:
     return None
 
 
-def make_pools(factory: Any) -> dict[str | None, EnvironmentPool]:
-    """One pool per environment: of a class, a factory, a registered id, or a dict of these by name."""
-    if factory is None:
-        return {None: EnvironmentPool(None)}
-    if not isinstance(factory, Mapping):
-        return {None: EnvironmentPool(resolve(factory))}
-    if not factory:
-        raise ConfigurationError("environment_factory is an empty dict; it must map names to environment classes.")
-    return {name: EnvironmentPool(resolve(one)) for name, one in factory.items()}
-
-
 def task_source(
     dataset: Any, factory: Any, args: GRPOConfig, *, seed: int, order_seed: int | None = None, shuffle: bool = False
 ) -> TaskSource:
     """The rows of a dataset (None: what the environment makes) for the environments of `factory`."""
-    names = [str(name) for name in factory] if isinstance(factory, Mapping) else None
     return TaskSource(
-        dataset, seed=seed, order_seed=order_seed, shuffle=shuffle, environments=names, prompt_required=factory is None,
+        dataset, seed=seed, order_seed=order_seed, shuffle=shuffle, environments=weights_of(factory),
+        prompt_required=factory is None,
         columns=("prompt", "environment") if args.remove_unused_columns else None,
     )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from transformers import PrinterCallback, ProgressCallback, Trainer
@@ -27,6 +28,9 @@ def short_line(logs: dict[str, Any], step: int, of: int) -> str:
     'step 11/40  loss 0.0100  grad 0.500'
     >>> short_line({"eval_reward": 0.5, "epoch": 1.0}, 10, 40)
     'step 10/40  eval_reward 0.500'
+    >>> mixed = {"env/hunt/reward": 0.4, "mixture/hunt/realised_frac": 0.66, "mixture/hunt/asked_frac": 0.5}
+    >>> short_line({"reward": 0.5} | mixed, 10, 40)
+    'step 10/40  reward 0.500  hunt 0.400 (66%, asked 50%)'
     """
     parts = []
     for prefix in _prefixes(logs):
@@ -34,6 +38,7 @@ def short_line(logs: dict[str, Any], step: int, of: int) -> str:
             value = logs.get(prefix + name)
             if isinstance(value, (int, float)) and not (name in QUIET_AT_ZERO and not value):
                 parts.append((prefix if form[0] not in "({" else "") + form.format(value))
+        parts += _mixture(logs, prefix)
     if not parts:  # a step on rollouts that were reported before, or what a callback logs
         parts = [form.format(logs[name]) for name, form in TRAINED if isinstance(logs.get(name), (int, float))]
     if not parts:
@@ -41,6 +46,20 @@ def short_line(logs: dict[str, Any], step: int, of: int) -> str:
             f"{key} {value:.4g}" for key, value in logs.items() if isinstance(value, (int, float)) and key != "epoch"
         ]
     return "  ".join([f"step {step}/{of}", *parts])
+
+
+def _mixture(logs: dict[str, Any], prefix: str) -> list[str]:
+    """The reward of each environment of several, and its share of what was trained beside the share asked for."""
+    found = (re.fullmatch(f"{re.escape(prefix)}mixture/(.+)/realised_frac", key) for key in logs)
+    parts = []
+    for name in (match[1] for match in found if match):
+        reward = logs.get(f"{prefix}env/{name}/reward")
+        asked = logs.get(f"{prefix}mixture/{name}/asked_frac")
+        shown = (
+            f"{name} {'-' if reward is None else f'{reward:.3f}'} ({logs[f'{prefix}mixture/{name}/realised_frac']:.0%}"
+        )
+        parts.append(shown + (")" if asked is None else f", asked {asked:.0%})"))
+    return parts
 
 
 def _prefixes(logs: dict[str, Any]) -> list[str]:

@@ -16,25 +16,38 @@ if TYPE_CHECKING:
     from agentrl.train.rows import Row, TrainItem
 
 
-def add_batch_metrics(window: MetricWindow, rows: Sequence[Row], microbatches: int, world: int) -> tuple[int, int]:
+def add_batch_metrics(
+    window: MetricWindow, rows: Sequence[Row], filler: Sequence[int], microbatches: int, world: int, budget: int
+) -> tuple[int, int]:
     """sample/* and batch/* of one rank's step; returns its (forwarded, trained) tokens.
 
-    A rollout that trains nothing is in no row. Rows that are only run forward count, each once, however often it is
-    run. Numbers per step are sums over ranks.
+    A token that stands for several sequences is forwarded once. A rollout that trains nothing is in no row. Rows that
+    are only run forward count, each once, however often it is run. Numbers per step are sums over ranks.
+
+    Args:
+        window: Where they go.
+        rows: This rank's.
+        filler: For each row the positions that are computed besides its tokens.
+        microbatches: Of the step.
+        world: How many ranks there are.
+        budget: Tokens that a row may have.
     """
-    sequences = [sequence for row in rows for item in row.items for sequence in item.sequences]
-    forwarded = [len(sequence.input_ids) for sequence in sequences]
+    samples = [length for row in rows for length in row.sequence_lengths]
+    forwarded = [len(row.input_ids_T) for row in rows]
     trained = sum(len(row.targets_N) for row in rows)
-    window.add_all("sample/forwarded_tokens_mean", forwarded)
-    if sequences:
-        window.high("sample/forwarded_tokens_max", max(forwarded))
-        window.add("sample/trained_tokens_mean", trained, len(sequences))
-        window.high("batch/row_tokens_max", max(sum(row.lengths) for row in rows))
-        window.add("batch/samples_per_row", len(sequences), len(rows))
+    window.add_all("sample/forwarded_tokens_mean", samples)
+    if samples:
+        window.high("sample/forwarded_tokens_max", max(samples))
+        window.add("sample/trained_tokens_mean", trained, len(samples))
+        window.high("batch/row_tokens_max", max(forwarded))
+        window.add("batch/samples_per_row", len(samples), len(rows))
         window.add("batch/row_tokens_mean", sum(forwarded), len(rows))
-        window.add("batch/masked_token_frac", sum(forwarded) - trained, sum(forwarded))
+        window.add("batch/row_fill_frac", sum(forwarded), budget * len(rows))
+        window.add("batch/packing_ratio", sum(samples), sum(forwarded))
+        window.add("batch/pad_frac", sum(filler), sum(filler) + sum(forwarded))
+        window.add("batch/masked_token_frac", sum(samples) - trained, sum(samples))
     for name, number in (("forwarded_tokens", sum(forwarded)), ("trained_tokens", trained),
-                         ("samples", len(sequences))):  # fmt: skip
+                         ("samples", len(samples))):  # fmt: skip
         window.add(f"batch/{name}_per_step", number, 1 / world)
     window.add("batch/microbatches_per_step", microbatches, 1)
     return sum(forwarded), trained

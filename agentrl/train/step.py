@@ -17,7 +17,8 @@ from agentrl.train.correction import SamplerCorrection, fill_missing
 from agentrl.train.entropy import EntropyControl, EntropySettings, Kept, keep_top
 from agentrl.train.log_probs import PLAIN, PolicyForward, RowLogProbs, Wanted
 from agentrl.train.metrics import MetricWindow
-from agentrl.train.rows import Row, TrainItem, make_row, plan_rows
+from agentrl.train.pack import attention_pairs, plan_rows
+from agentrl.train.rows import Row, TrainItem, make_row
 from agentrl.train.speed import Stopwatch, add_batch_metrics
 
 
@@ -26,24 +27,31 @@ class StepBatch:
     """What one rank trains in one optimizer step."""
 
     items: tuple[TrainItem, ...]  # [R]
-    microbatch: tuple[int, ...]  # [R] which of the rank's micro-batches
+    microbatch: tuple[int, ...]  # [R] which of the step's micro-batches
     accumulation: int
     batch_size: int  # rollouts per micro-batch
+    everyone: tuple[tuple[int, int], ...] | None = None  # of all ranks' rollouts: trained tokens, and in which of all
+    # micro-batches, by rank and number; None: the items are all there are
+    places: tuple[int, ...] = ()  # [R] where the items stand among them
 
 
 def step_weights(batch: StepBatch, config: LossConfig, max_completion_length: int | None, world: int) -> list[float]:
-    """[R] weight per trained token, such that the loss of the whole step is the sum over all ranks of weight x L_t."""
-    lengths = [item.trained_tokens for item in batch.items]
-    totals = gather_object([(sum(lengths), len(lengths))]) if world > 1 else [(sum(lengths), len(lengths))]
-    return token_weights(
-        torch.tensor(lengths),
-        torch.tensor(batch.microbatch),
+    """[R] weight per trained token, such that the loss of the whole step is the sum over all ranks of weight x L_t.
+
+    They follow from who sampled what, whichever rank trains it.
+    """
+    own = tuple(zip((item.trained_tokens for item in batch.items), batch.microbatch, strict=True))
+    everyone = own if batch.everyone is None else batch.everyone
+    weights = token_weights(
+        torch.tensor([tokens for tokens, _ in everyone]),
+        torch.tensor([microbatch for _, microbatch in everyone]),
         loss_type=config.loss_type,
-        num_rollouts_total=sum(rollouts for _, rollouts in totals),
-        trained_tokens_total=sum(tokens for tokens, _ in totals),
+        num_rollouts_total=len(everyone),
+        trained_tokens_total=sum(tokens for tokens, _ in everyone),
         num_microbatches_total=batch.accumulation * world,
         max_completion_length=max_completion_length,
     ).tolist()
+    return weights if batch.everyone is None else [weights[place] for place in batch.places]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +71,9 @@ class StepRunner:
     def __init__(
         self, policy: PolicyForward, accelerator: Accelerator, config: LossConfig, max_completion_length: int | None,
         entropy: EntropyControl | None = None, router_coef: float = 0.0, correction: SamplerCorrection | None = None,
+        token_budget: int | None = None,
     ) -> None:  # fmt: skip
-        self.correction = correction
+        self.correction, self.token_budget = correction, token_budget
         self.policy, self.accelerator, self.config = policy, accelerator, config
         self.max_completion_length = max_completion_length
         self.entropy = EntropyControl(EntropySettings()) if entropy is None else entropy
@@ -78,7 +87,7 @@ class StepRunner:
         weights = step_weights(batch, self.config, self.max_completion_length, self.world)
         weight_of = {id(item): w for item, w in zip(batch.items, weights, strict=True)}
         moving, still = self._split(batch)
-        budget = self._budget(batch)
+        budget = row_budget(batch.items, batch.batch_size, self.token_budget)
         rows = self._rows_by_microbatch(batch) if self.router_coef else self._rows(moving, budget)
         # Nothing moves here, but metrics over all completions cover it; not through DDP, whose ranks may have none.
         seen = [(row, self._look(row)) for row in self._rows(still, budget)]
@@ -88,8 +97,9 @@ class StepRunner:
             self.router_coef / (batch.accumulation * self.world),
         )  # fmt: skip
         everything = [*(row for row, _ in seen), *rows]
-        self.tokens = add_batch_metrics(window, everything, batch.accumulation, self.world)
-        rows = self._same_number(rows)
+        filler = [self.policy.filler(row) for row in everything]
+        self.tokens = add_batch_metrics(window, everything, filler, batch.accumulation, self.world, budget)
+        rows = self._same_number(rows, window)
         window.add("agentrl/no_signal_steps", float(not rows), 1)
         if not rows and getattr(self.accelerator, "scaler", None) is not None:
             rows = [_empty_row(self.accelerator.device)]  # a GradScaler steps only after a backward pass
@@ -152,22 +162,22 @@ class StepRunner:
         """One row for each micro-batch: a load-balancing loss is no sum over tokens, so its tokens stay together."""
         pairs = [(item, m) for item, m in zip(batch.items, batch.microbatch, strict=True) if item.trained_tokens]
         parts = [[item for item, m in pairs if m == n] for n in range(batch.accumulation)]
-        return [make_row(part, self.accelerator.device) for part in parts if part]
-
-    def _budget(self, batch: StepBatch) -> int:
-        """Tokens of a row: what a padded micro-batch of the longest rollout would take."""
-        return max((item.tokens for item in batch.items), default=1) * batch.batch_size
+        least = self.policy.least_for(batch.items)
+        return [make_row(part, self.accelerator.device, least) for part in parts if part]
 
     def _rows(self, items: Sequence[TrainItem], budget: int) -> list[Row]:
-        plan = plan_rows([item.tokens for item in items], budget)
-        return [make_row([items[i] for i in row], self.accelerator.device) for row in plan]
+        least = self.policy.least_for(items)
+        plan = plan_rows(items, budget, least)
+        return [make_row([items[i] for i in row], self.accelerator.device, least) for row in plan]
 
-    def _same_number(self, rows: list[Row]) -> list[Row]:
+    def _same_number(self, rows: list[Row], window: MetricWindow) -> list[Row]:
         """As many rows as the rank with the most has; the added ones train nothing but keep the ranks in step."""
-        if self.world == 1:
-            return rows
-        most = max(gather_object([len(rows)]))
-        return rows + [_empty_row(self.accelerator.device) for _ in range(most - len(rows))]
+        mine = [attention_pairs(row.lengths, row.parents) for row in rows]
+        everyone = gather_object([mine]) if self.world > 1 else [mine]
+        costs = [cost for rank in everyone for cost in rank]
+        if costs:  # the same on every rank, so it counts once for each
+            window.add("batch/row_imbalance", max(costs) * len(costs) / sum(costs), 1)
+        return rows + [_empty_row(self.accelerator.device) for _ in range(max(map(len, everyone)) - len(mine))]
 
     def _terms(self, row: Row, out: RowLogProbs, plan: StepPlan) -> LossTerms | None:
         if not len(row.targets_N):
@@ -249,6 +259,12 @@ def _kept(row: Row, plan: StepPlan) -> Tensor | None:
     return torch.cat([plan.kept.mask_of[id(item)] for item in row.items]).to(row.targets_N.device)
 
 
+def row_budget(items: Sequence[TrainItem], batch_size: int, token_budget: int | None) -> int:
+    """Tokens of a row: `token_budget`, or what a padded micro-batch of the longest sequence would take."""
+    longest = max((len(sequence.input_ids) for item in items for sequence in item.sequences), default=1)
+    return max(1, longest * batch_size) if token_budget is None else token_budget
+
+
 def call(model: torch.nn.Module, row: Row, wanted: Wanted = PLAIN) -> RowLogProbs:
     """The row through the (possibly wrapped) model's forward."""
     out: Any = model(agentrl_row=row, agentrl_wanted=wanted)
@@ -257,7 +273,9 @@ def call(model: torch.nn.Module, row: Row, wanted: Wanted = PLAIN) -> RowLogProb
 
 def _empty_row(device: torch.device) -> Row:
     zero, none = torch.zeros(2, dtype=torch.long, device=device), torch.zeros(0, dtype=torch.long, device=device)
-    return Row(zero, torch.arange(2, device=device), (2,), none, none, none, ())
+    return Row(
+        zero, torch.arange(2, device=device), (2,), (-1,), (2,), torch.arange(2, device=device), none, none, none, ()
+    )
 
 
 @torch.no_grad()
@@ -267,8 +285,9 @@ def frozen_log_probs(
 ) -> list[Tensor]:  # fmt: skip
     """[N] log-probs of each item's trained tokens under `policy` as it is now, without gradient."""
     out: list[Tensor | None] = [None] * len(items)
-    for plan in plan_rows([item.tokens for item in items], budget):
-        row = make_row([items[i] for i in plan], device)
+    least = policy.least_for(items)
+    for plan in plan_rows(items, budget, least):
+        row = make_row([items[i] for i in plan], device, least)
         with policy.context(row):
             log_probs_N = forward(row).log_probs_N
         for place, i in enumerate(plan):

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer
 
 from agentrl.errors import ConfigurationError
+from agentrl.mixing import check_weights
 from agentrl.objective import clip_summary
 from agentrl.record import EpisodeWriter, begin_record
 from agentrl.rollout.engine import RolloutSettings
@@ -64,8 +65,8 @@ class GRPOTrainer(Trainer):
         tools: Functions that the model may call, sync or async, with type hints and a Google-style docstring.
         rollout_func: Generates instead of the engine: ``f(prompts, trainer)`` returns a dict with ``prompt_ids``,
             ``completion_ids`` and ``logprobs``, `num_generations` for each prompt; more fields reach the rewards.
-        environment_factory: A class, a function that builds an environment, a registered id, or a dict of these by
-            the names in the dataset's ``environment`` column.
+        environment_factory: A class, a function that builds an environment, a registered id, an `EnvironmentSpec` with
+            settings of its own, or a dict of these by the names in the dataset's ``environment`` column.
 
     Raises:
         ConfigurationError: Anything that cannot work, as far as it can be known before the first episode.
@@ -135,7 +136,7 @@ class GRPOTrainer(Trainer):
         self.add_callback(self.clock)
         self.reported = Reported(
             frozenset(self.player.engine.tool_names()),
-            tuple(str(name) for name in pools) if len(pools) > 1 else (), tuple(weights),
+            tuple(str(name) for name in pools) if len(pools) > 1 else (), tuple(weights), self.tasks.shares(),
         )  # fmt: skip
         self.rollout_func = rollout_func
         self.buffer = RolloutBuffer(
@@ -144,7 +145,7 @@ class GRPOTrainer(Trainer):
         )  # fmt: skip
         self.step_runner = StepRunner(
             self.policy_forward, self.accelerator, self.loss_config, args.max_completion_length,
-            EntropyControl(args.entropy_settings()), router_coef, args.sampler_correction(),
+            EntropyControl(args.entropy_settings()), router_coef, args.sampler_correction(), args.token_budget,
         )  # fmt: skip
         self._writer: EpisodeWriter | None = None
         self._last_groups: tuple[RolloutGroup, ...] = ()
@@ -320,6 +321,7 @@ def _task_source(dataset: Any, args: GRPOConfig, factory: Any) -> TaskSource:
     """
     if dataset is None and factory is None:
         raise ConfigurationError("There is nothing to play: pass train_dataset, environment_factory, or both.")
+    check_weights(factory, dataset)
     if not is_sized(dataset) and args.max_steps <= 0:
         what = "Without a train_dataset" if dataset is None else "With iterable data"
         raise ConfigurationError(f"{what} the length of the run is not known: set max_steps in GRPOConfig.")

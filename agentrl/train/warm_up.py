@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from agentrl.mixing import weights_of
 from agentrl.render import Renderer
 from agentrl.render.images import tokenizer_and_processor
 from agentrl.rollout.engine import RolloutEngine, RolloutSettings
@@ -56,10 +57,10 @@ def random_episodes(
     """
     pools = setup.make_pools(environment_factory)
     standalone = build_tools(tools)
-    names = [str(name) for name in pools] if None not in pools else None
     source = TaskSource(
-        dataset, seed=derive_seed(seed, "warm-up"), environments=names, prompt_required=environment_factory is None
-    )
+        dataset, seed=derive_seed(seed, "warm-up"), environments=weights_of(environment_factory),
+        prompt_required=environment_factory is None,
+    )  # fmt: skip
     settings = RolloutSettings(
         max_completion_length=None, max_tool_calling_iterations=max_calls, seed=derive_seed(seed, "warm-up")
     )
