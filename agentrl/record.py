@@ -29,6 +29,10 @@ _encode_ascii = json.JSONEncoder(ensure_ascii=True, allow_nan=False, separators=
 # --- writing ---------------------------------------------------------------------------
 def episode_to_dict(rollout: Rollout, *, step: int | None = None) -> dict[str, Any]:
     """The rollout as a dict of JSON types, schema version 1. `step` is the optimizer step that it was played for."""
+    return _to_dict(rollout, step, json_safe(rollout.task))
+
+
+def _to_dict(rollout: Rollout, step: int | None, task: Any) -> dict[str, Any]:
     messages = json_safe(rollout.messages)
     return {
         "schema_version": SCHEMA_VERSION,
@@ -36,15 +40,15 @@ def episode_to_dict(rollout: Rollout, *, step: int | None = None) -> dict[str, A
         "group_id": rollout.group_id,
         "member": rollout.member,
         "step": step,
-        "task": json_safe(rollout.task),
+        "task": task,
         "environment": rollout.environment,
-        "prompt": json_safe(rollout.prompt),
+        "prompt": _prompt_to_json(rollout, messages),
         "messages": messages,
         "completion": _completion_to_json(rollout, messages),
         "completion_ids": rollout.completion_ids,
         "turns": _turns_to_json(rollout.turns, rollout.messages),
         "sequences": _sequences_to_json(rollout),
-        "tool_calls": [json_safe(call) for call in rollout.tool_calls],
+        "tool_calls": [_call_to_json(call) for call in rollout.tool_calls],
         "rewards": json_safe(rollout.rewards),
         "reward": json_safe(rollout.reward),
         "advantage": json_safe(rollout.advantage),
@@ -55,6 +59,20 @@ def episode_to_dict(rollout: Rollout, *, step: int | None = None) -> dict[str, A
         "extra": json_safe(rollout.extra),
         "seconds": json_safe(rollout.seconds),
     }
+
+
+def _prompt_to_json(rollout: Rollout, messages: list[Any]) -> Any:
+    prompt = rollout.prompt
+    if isinstance(prompt, list) and rollout.messages[: len(prompt)] == prompt:
+        return messages[: len(prompt)]
+    return json_safe(prompt)
+
+
+def _call_to_json(call: ToolCallRecord) -> dict[str, Any]:
+    return {
+        "turn": call.turn, "id": call.id, "name": call.name, "arguments": json_safe(call.arguments),
+        "content": json_safe(call.content), "error": call.error, "seconds": json_safe(call.seconds),
+    }  # fmt: skip
 
 
 def _completion_to_json(rollout: Rollout, messages: list[Any]) -> Any:
@@ -172,8 +190,11 @@ class EpisodeWriter:
 
     def write_all(self, rollouts: Iterable[Rollout], *, step: int | None = None) -> None:
         """All the episodes are in the file, in order."""
+        last: tuple[Task, Any] | None = None  # the members of a group have one task
         for rollout in rollouts:
-            self.write(rollout, step=step)
+            if last is None or last[0] is not rollout.task:
+                last = rollout.task, json_safe(rollout.task)
+            self.write_record(_to_dict(rollout, step, last[1]))
 
     def write_record(self, record: Mapping[str, Any]) -> None:
         """A dict made by `episode_to_dict` is in the file; extra keys are kept."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from agentrl.sampler import kv_cache
 from agentrl.sampler.kv_cache import slot_attention
 
 
@@ -49,3 +50,20 @@ def test_without_a_mask_it_is_causal() -> None:
     key, value = torch.randn(2, 3, 2, 4, 8)
     wanted, _ = sdpa_attention_forward(module, query, key, value, None)
     assert torch.equal(slot_attention(module, query, key, value, None)[0], wanted)
+
+
+@pytest.mark.parametrize("width", [1, 4])
+@pytest.mark.parametrize(("heads", "shared"), [(4, 2), (4, 1), (6, 2), (4, 4)])
+def test_many_small_rows_are_two_products_with_the_same_answer(
+    heads: int, shared: int, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_cache, "_MANY", 1)
+    monkeypatch.setattr(kv_cache.F, "scaled_dot_product_attention", None)  # it must do without
+    module: Any = SimpleNamespace(num_key_value_groups=heads // shared, is_causal=True)
+    query, key, value, mask = tensors(heads, shared, width)
+    added = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+    got, weights = slot_attention(module, query, key, value, added, scaling=0.3)
+    monkeypatch.undo()
+    wanted, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=0.3)
+    assert weights is None
+    torch.testing.assert_close(got, wanted, atol=1e-6, rtol=1e-5)

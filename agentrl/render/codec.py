@@ -44,6 +44,19 @@ def map_strings(value: Any, change: Callable[[str], str]) -> Any:
     return [map_strings(v, change) for v in value] if isinstance(value, list | tuple) else value
 
 
+def copy_json(value: Any) -> Any:
+    """A JSON value in which no dict or list is the same object as before.
+
+    >>> copy_json({"a": ["b", 1]})
+    {'a': ['b', 1]}
+    """
+    if isinstance(value, list):
+        return [item if isinstance(item, str) else copy_json(item) for item in value]
+    if isinstance(value, dict):
+        return {key: item if isinstance(item, str) else copy_json(item) for key, item in value.items()}
+    return value
+
+
 class Codec:
     """A tokenizer taken apart: its control tokens on one side, plain text on the other.
 

@@ -11,7 +11,7 @@ from agentrl.errors import ConfigurationError, SamplerError
 from agentrl.render import probe
 from agentrl.render.bridge import Bridge
 from agentrl.render.choose import Verdict, choose
-from agentrl.render.codec import Codec, Segment
+from agentrl.render.codec import Codec, Segment, copy_json
 from agentrl.render.drift import drift_between
 from agentrl.render.formats import THINKS, Schemas, Tagged, TurnFormat
 from agentrl.render.heads import Heads
@@ -22,10 +22,11 @@ from agentrl.render.probe import Style
 from agentrl.render.spelled import Markers
 from agentrl.render.template import ChatTemplate, Tools
 from agentrl.render.usable import Complaints
-from agentrl.types import Message, ParsedTurn, Prompt
+from agentrl.types import Message, ParsedCall, ParsedTurn, Prompt
 
 _CACHED = 1024
 _TAIL = 24  # tokens at the end of a prompt that can hold a tag of reasoning
+_SHORT = 64  # tokens of a turn that is worth remembering once it is read: policies call tools with the same words
 
 
 class Renderer:
@@ -75,6 +76,8 @@ class Renderer:
             self._heads = Heads(choice.template, codec, choice.behaviour, self._with_bos)
         self._faults: dict[str, str | None] = {}  # per set of tools: why its prompts cannot be bridged
         self._schemas: tuple[Tools, Schemas] = (None, {})
+        self._turns: dict[tuple[object, ...], ParsedTurn] = {}  # as they were read
+        self._ends: dict[int, str] = {}  # by token: its last character
         eos = getattr(tokenizer, "eos_token_id", None)
         ends = sorted(choice.behaviour.ends) if choice else []
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(i for i in (*ends, eos) if i is not None))
@@ -290,10 +293,21 @@ class Renderer:
         `prompt_ids`: what the turn was sampled from; its end says whether reasoning was open already, which families
         do differently after a question and after a tool result. Default: as after a question.
         """
-        form: TurnFormat = self._choice.behaviour.form if self._choice else Tagged(THINKS[0], None)
         style = self._choice.behaviour.style if self._choice else Style.PLAIN
         if prompt_ids is not None and self._choice is not None:
             style = self._style_after(prompt_ids, self._choice.behaviour)
+        if self._choice is None or len(output_ids) > _SHORT:
+            return self._read(output_ids, tools, start, style)
+        key = (*output_ids, start, style, self._choice.template.tools_key(tools))
+        turn = self._turns.get(key)
+        if turn is None:
+            if len(self._turns) >= _CACHED:
+                self._turns.clear()
+            turn = self._turns[key] = self._read(output_ids, tools, start, style)
+        return _copied(turn)
+
+    def _read(self, output_ids: list[int], tools: Tools, start: int, style: Style) -> ParsedTurn:
+        form: TurnFormat = self._choice.behaviour.form if self._choice else Tagged(THINKS[0], None)
         opened = style is Style.OPEN
         schemas, text = self._names(tools), self.plain_text(output_ids)
         if self._markers.spelled(text, output_ids):
@@ -309,10 +323,22 @@ class Renderer:
         return turn
 
     def _style_after(self, prompt_ids: Sequence[int], like: Behaviour) -> Style:
+        if self._ends_in_a_word(prompt_ids):
+            return Style.PLAIN
         end = self._codec.decode(list(prompt_ids[-_TAIL:])).rstrip()
         if end.endswith(like.think.open.strip()):
             return Style.OPEN
         return Style.EMPTY if end.endswith(like.think.close.strip()) else Style.PLAIN
+
+    def _ends_in_a_word(self, ids: Sequence[int]) -> bool:
+        """True where the text of the ids surely ends in a letter or digit and white space: in no tag of reasoning."""
+        for token in reversed(ids[-_TAIL:]):
+            last = self._ends.get(token)
+            if last is None:
+                last = self._ends[token] = self._codec.decode([token]).rstrip()[-1:]
+            if last:
+                return last.isalnum()
+        return False
 
     def _names(self, tools: Tools) -> Schemas | None:
         if not tools:
@@ -336,6 +362,12 @@ class Renderer:
     def max_token_chars(self) -> int:
         """A text of n characters has at least n / max_token_chars() tokens; sys.maxsize where that cannot be known."""
         return self._codec.longest_token
+
+
+def _copied(turn: ParsedTurn) -> ParsedTurn:
+    """The turn without a dict or list in common: its readers may change what they are given."""
+    calls = [ParsedCall(call.id, call.name, copy_json(call.arguments), call.error) for call in turn.calls]
+    return ParsedTurn(copy_json(turn.message), tuple(calls))
 
 
 def _first_call_only(turn: ParsedTurn) -> ParsedTurn:

@@ -10,7 +10,7 @@ from agentrl.sampler.slots import Row, SlotTable, Turn
 
 @dataclass(slots=True, eq=False)
 class Feed:
-    """A turn that starts: `start` tokens are in its row (or come from a donor), `new` are fed."""
+    """A turn that starts: `start` tokens are in its row (or come from another), `new` are fed."""
 
     turn: Turn
     row: Row
@@ -18,6 +18,8 @@ class Feed:
     new: list[int]
     donor: Row | None = None  # its row's first `start` tokens are copied before feeding
     leader: Feed | None = None  # the same prompt in the same step: cache and logits are copied after feeding
+    held: int = 0  # of `start` tokens those that lie in its own row before anything is copied
+    guess: list[int] = field(default_factory=list)  # fed behind `new`: what the turn may draw
 
 
 @dataclass(slots=True)
@@ -44,11 +46,11 @@ def admit(waiting: Sequence[Turn], active: int, table: SlotTable, vocabulary: in
             admission.later.append(turn)
         elif why := _outside(turn.held, vocabulary):
             admission.refused.append((turn, why))
-        elif feed := _continue(turn, row, table) or _begin(turn, table, busy, leaders):
+        elif feed := _continue(turn, row, table, leaders) or _begin(turn, table, busy, leaders):
             busy.add(feed.row)
             admission.feeds.append(feed)
             if feed.donor is not None or feed.leader is not None:
-                admission.shared_tokens += feed.start
+                admission.shared_tokens += feed.start - feed.held
         else:
             admission.later.append(turn)
     admission.feeds.sort(key=lambda feed: (feed.leader is not None, len(feed.new)))
@@ -58,7 +60,7 @@ def admit(waiting: Sequence[Turn], active: int, table: SlotTable, vocabulary: in
     return admission
 
 
-def _continue(turn: Turn, row: Row | None, table: SlotTable) -> Feed | None:
+def _continue(turn: Turn, row: Row | None, table: SlotTable, leaders: dict[tuple[int, ...], Feed]) -> Feed | None:
     """The conversation's own tokens are used as far as the prompt still begins with them; None if not at all."""
     if row is None:
         return None
@@ -67,7 +69,9 @@ def _continue(turn: Turn, row: Row | None, table: SlotTable) -> Feed | None:
         table.drop(row)
         return None
     row.length = start
-    return Feed(turn, row, start, turn.held[start:])
+    feed = Feed(turn, row, start, turn.held[start:], held=start)
+    leader = leaders.setdefault(tuple(turn.held), feed)
+    return feed if leader is feed else Feed(turn, row, len(turn.held), [], leader=leader, held=start)
 
 
 def _begin(turn: Turn, table: SlotTable, busy: set[Row], leaders: dict[tuple[int, ...], Feed]) -> Feed | None:

@@ -14,6 +14,8 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 SLOT_ATTENTION = "agentrl_slots"  # the name under which models find `slot_attention`
 _SPECIAL = ("s_aux", "softcap", "position_bias", "sinks")  # arguments that are left to transformers' own function
 _FIRST_COLUMNS = 64  # of a new store; it doubles from there
+_MANY = 32  # small products, of a row and a shared head each, ...
+_FEW_SCORES = 4096  # ... of this many scores at most: there plain products beat the fused kernel on a CPU
 
 
 class SlotCache(Cache):
@@ -73,8 +75,8 @@ class SlotCache(Cache):
         self._columns_NW = columns_NW
         self._visible = visible
 
-    def copy(self, sources: list[int], targets: list[int], length: int) -> None:
-        """Row `targets[i]` holds the first `length` tokens of what row `sources[i]` held; all at once."""
+    def copy(self, sources: list[int], targets: list[int], length: int, begin: int = 0) -> None:
+        """Row `targets[i]` holds tokens ``begin .. length`` of what row `sources[i]` held; all at once."""
         index: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
         for store in (self._keys, self._values):
             for held in store.values():
@@ -82,7 +84,7 @@ class SlotCache(Cache):
                     pair = torch.tensor([sources, targets]).to(held.device)
                     index[held.device] = (pair[0], pair[1])
                 source, target = index[held.device]
-                part = held[:, :, :length]
+                part = held[:, :, begin:length]
                 part.index_copy_(0, target, part.index_select(0, source))
 
     def free(self) -> None:
@@ -166,7 +168,7 @@ def slot_attention(
 
     Args:
         query: [N, H, W, D]; key and value: [N, K, T, D] with K dividing H.
-        attention_mask: [N, 1, W, T], True where a query looks, or None.
+        attention_mask: [N, 1, W, T], True where a query looks; or in float32, to be added to the scores; or None.
 
     Returns:
         [N, W, H, D] and no weights.
@@ -174,10 +176,12 @@ def slot_attention(
     N, H, W, D = query.shape
     K = key.shape[1]
     special = dropout or any(kwargs.get(name) is not None for name in _SPECIAL)
-    if attention_mask is None or special or H == K or attention_mask.shape[1] != 1:
+    if attention_mask is None or special or attention_mask.shape[1] != 1:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
+    if attention_mask.dtype == query.dtype and N * K >= _MANY and H // K * W * key.shape[2] <= _FEW_SCORES:
+        return _by_products(query, key, value, attention_mask, D**-0.5 if scaling is None else scaling), None
     if W == 1:  # the heads that share keys are the rows of one small matrix product
         grouped = query.reshape(N, K, H // K, D)
         out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, scale=scaling)
@@ -189,6 +193,19 @@ def slot_attention(
         return out.transpose(1, 2), None
     # Elsewhere the fast kernels do not take a mask and shared heads at once.
     return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+
+
+def _by_products(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask_N1WT: torch.Tensor, scaling: float
+) -> torch.Tensor:
+    """Attention [N, W, H, D] as two batched products: the heads that share keys are the rows of one small matrix."""
+    N, H, W, D = query.shape
+    K, T = key.shape[1:3]
+    grouped = (query * scaling).reshape(N * K, H // K * W, D)
+    scores = torch.bmm(grouped, key.reshape(N * K, T, D).transpose(1, 2)).view(N, K, H // K, W, T)
+    scores += mask_N1WT[:, :, None]
+    out = torch.bmm(scores.softmax(-1).view(N * K, H // K * W, T), value.reshape(N * K, T, -1))
+    return out.view(N, H, W, -1).transpose(1, 2)
 
 
 AttentionInterface.register(SLOT_ATTENTION, slot_attention)

@@ -20,7 +20,7 @@ from agentrl.errors import ConfigurationError
 from agentrl.sampler import draw
 from agentrl.sampler.admission import Feed
 from agentrl.sampler.kv_cache import SLOT_ATTENTION, SlotCache
-from agentrl.sampler.rope import rope_limit
+from agentrl.sampler.masks import layer_types, longest_context, masks, windows
 from agentrl.sampler.slots import Turn
 from agentrl.sampler.vision import features, placeholder_ids, without
 from agentrl.types import SamplingParams
@@ -29,7 +29,7 @@ Moves = tuple[list[int], list[int], int]  # source slots, target slots, tokens
 
 
 class Drawn(NamedTuple):
-    """What was drawn, one entry per row."""
+    """What was drawn: for each turn one entry behind its last token and one behind each token of its guess."""
 
     ids: list[int]
     log_probs: list[float]
@@ -55,10 +55,11 @@ class ModelRunner:
             )
         self.model = model
         self.config = base.config.get_text_config()
-        self.layer_types = _layer_types(self.config)
-        self.windows = _windows(self.config, self.layer_types)
-        self.vocabulary = base.get_input_embeddings().weight.shape[0]
-        self.context = _context(self.config, max_context)
+        self.layer_types = layer_types(self.config)
+        self.windows = windows(self.config, self.layer_types)
+        self._embeddings = base.get_input_embeddings()
+        self.vocabulary = self._embeddings.weight.shape[0]
+        self.context = longest_context(self.config, max_context)
         self.max_slots = max_slots
         self.max_forward_tokens = max_forward_tokens
         self.autocast_dtype = autocast_dtype
@@ -80,78 +81,105 @@ class ModelRunner:
         """The cache's memory is given back."""
         self.cache.free()
 
-    def decode(self, turns: Sequence[Turn], moves: Moves) -> Drawn:
-        """One more token for each turn; turn `i` lives in slot `i`."""
+    def decode(self, turns: Sequence[Turn], guesses: Sequence[list[int]], moves: Moves) -> Drawn:
+        """The next tokens of each turn, as many as its guess has and one more; turn `i` lives in slot `i`."""
         with self._forwarding():
             if not self.cached:
                 return self._draw(self._whole(turns), turns)
             self._move(moves)
-            tokens = np.fromiter((turn.held[-1] for turn in turns), np.int64, len(turns))
-            lengths = np.fromiter((len(turn.held) - 1 for turn in turns), np.int64, len(turns))
-            visible = int(lengths.max()) + 1
+            starts = [len(turn.held) - 1 for turn in turns]
+            if any(guesses):
+                news = [[turn.held[-1], *guess] for turn, guess in zip(turns, guesses, strict=True)]
+                self._reserve(len(turns), max(map(len, news)) + max(starts))
+                return self._draw(self._feed_window(0, news, starts, guesses), turns, guesses)
+            visible = max(starts) + 1
             self._reserve(len(turns), visible)
-            logits_BV = self._forward(0, tokens[:, None], lengths[:, None], None, visible)
-            return self._draw(logits_BV, turns)
+            tokens = np.array([turn.held[-1] for turn in turns])[:, None]
+            return self._draw(self._forward(0, tokens, np.array(starts)[:, None], None, visible, 1)[:, 0], turns)
 
     def feed(self, feeds: Sequence[Feed], moves: Moves) -> Drawn:
-        """The first token of each turn. Rows lie in consecutive slots, leaders first, shortest first."""
+        """The first tokens of each turn. Rows lie in consecutive slots, leaders first, shortest first."""
         with self._forwarding():
             self._check()
             if self.cached and any(feed.turn.request.media for feed in feeds):
                 self.cached = False  # from here on: keys of other images may lie under the same ids
                 self.cache.free()
+            turns = [feed.turn for feed in feeds]
             if not self.cached:
-                turns = [feed.turn for feed in feeds]
+                for feed in feeds:
+                    feed.guess = []
                 self.prefilled_tokens += sum(len(turn.held) for turn in turns)
                 return self._draw(self._whole(turns), turns)
             self._move(moves)
-            first = feeds[0].row.slot
-            self._reserve(first + len(feeds), max(len(feed.turn.held) for feed in feeds))
+            self._reserve(feeds[0].row.slot + len(feeds), max(len(feed.turn.held) + len(feed.guess) for feed in feeds))
             for feed in feeds:
                 if feed.donor is not None:
                     self.cache.copy([feed.donor.slot], [feed.row.slot], feed.start)
             fed = [feed for feed in feeds if feed.leader is None]
             logits = [self._feed_bucket(bucket) for bucket in _buckets(fed, self.max_forward_tokens)]
-            logits_BV = torch.cat(logits) if len(logits) > 1 else logits[0]
-            followers = [(feed.leader.row.slot, feed) for feed in feeds if feed.leader is not None]
-            if followers:
-                sources = [slot for slot, _ in followers]
-                longest = max(feed.start for _, feed in followers)
-                self.cache.copy(sources, [feed.row.slot for _, feed in followers], longest)
-                index = list(range(len(fed))) + [slot - first for slot in sources]
-                logits_BV = logits_BV[index]
+            logits_MV = torch.cat(logits) if len(logits) > 1 else logits[0]
+            if len(fed) < len(feeds):
+                logits_MV = logits_MV[self._follow(fed, [feed for feed in feeds if feed.leader is not None])]
             self.prefilled_tokens += sum(len(feed.new) for feed in fed)
-            return self._draw(logits_BV, [feed.turn for feed in feeds])
+            return self._draw(logits_MV, turns, [feed.guess for feed in feeds])
+
+    def _follow(self, fed: Sequence[Feed], followers: Sequence[Feed]) -> list[int]:
+        """The followers' rows hold what their leaders' do; answers which of the leaders' logits each turn reads."""
+        leaders = [feed.leader for feed in followers if feed.leader is not None]
+        sources = [leader.row.slot for leader in leaders]
+        longest = max(feed.start + len(feed.guess) for feed in followers)
+        self.cache.copy(sources, [feed.row.slot for feed in followers], longest, min(feed.held for feed in followers))
+        begins = dict(zip(fed, itertools.accumulate((len(feed.guess) + 1 for feed in fed), initial=0), strict=False))
+        index = list(range(sum(len(feed.guess) + 1 for feed in fed)))
+        for leader, feed in zip(leaders, followers, strict=True):
+            begin = begins[leader]
+            index += range(begin, begin + len(feed.guess) + 1)
+        return index
 
     def _feed_bucket(self, feeds: Sequence[Feed]) -> torch.Tensor:
-        """The next-token logits [N, V] of rows in consecutive slots, fed in one forward or, when long, several."""
-        if len(feeds) == 1 and len(feeds[0].new) > self.max_forward_tokens:
-            feed = feeds[0]
-            step = self.max_forward_tokens
-            last = (len(feed.new) - 1) // step * step
-            for begin in range(0, last, step):
-                self._feed_window(feed.row.slot, [feed.new[begin : begin + step]], [feed.start + begin])
-            return self._feed_window(feed.row.slot, [feed.new[last:]], [feed.start + last])
-        return self._feed_window(feeds[0].row.slot, [feed.new for feed in feeds], [feed.start for feed in feeds])
+        """The next-token logits [M, V] of rows in consecutive slots, fed in one forward or, when long, several."""
+        first, guesses = feeds[0].row.slot, [feed.guess for feed in feeds]
+        news, starts = [feed.new + feed.guess for feed in feeds], [feed.start for feed in feeds]
+        if len(feeds) > 1 or len(news[0]) <= self.max_forward_tokens:
+            return self._feed_window(first, news, starts, guesses)
+        new, start, step = news[0], starts[0], self.max_forward_tokens
+        last = (len(feeds[0].new) - 1) // step * step
+        for begin in range(0, last, step):
+            self._feed_window(first, [new[begin : begin + step]], [start + begin])
+        return self._feed_window(first, [new[last:]], [start + last], guesses)
 
-    def _feed_window(self, first: int, news: list[list[int]], starts: list[int]) -> torch.Tensor:
-        """One forward of new tokens, left-padded so that every row's last token is the window's last."""
-        width = max(map(len, news))
-        tokens = np.zeros((len(news), width), np.int64)
-        positions = np.zeros((len(news), width), np.int64)
-        real = np.zeros((len(news), width), bool)
-        for i, (new, start) in enumerate(zip(news, starts, strict=True)):
-            pad = width - len(new)
-            tokens[i, pad:] = new
-            positions[i, pad:] = np.arange(start, start + len(new))
-            real[i, pad:] = True
-        padded = None if real.all() else real
-        return self._forward(first, tokens, positions, padded, int(positions.max()) + 1)
+    def _feed_window(
+        self, first: int, news: Sequence[list[int]], starts: Sequence[int], guesses: Sequence[list[int]] = ()
+    ) -> torch.Tensor:
+        """One forward of new tokens, left-padded so that every row's last token is the window's last.
+
+        Returns:
+            [M, V] the logits behind each row's last token that is no guess, and behind each guess.
+        """
+        lengths = np.fromiter(map(len, news), np.int64, len(news))
+        width = int(lengths.max())
+        positions = np.array(starts)[:, None] + np.arange(width)
+        real = None
+        if int(lengths.min()) == width:
+            tokens = np.array(news)
+        else:
+            pads = (width - lengths)[:, None]
+            real = np.arange(width) >= pads
+            tokens = np.zeros((len(news), width), np.int64)
+            tokens[real] = np.fromiter(itertools.chain.from_iterable(news), np.int64, int(lengths.sum()))
+            positions = np.where(real, positions - pads, 0)
+        counts = [len(guess) + 1 for guess in guesses] or [1] * len(news)
+        most = max(counts)
+        logits_NKV = self._forward(first, tokens, positions, real, int(positions.max()) + 1, most)
+        if min(counts) == most:
+            return logits_NKV.flatten(0, 1)
+        wanted_NK = torch.arange(most) >= most - torch.tensor(counts)[:, None]
+        return logits_NKV[wanted_NK.to(logits_NKV.device)]
 
     def _forward(
-        self, first: int, tokens: np.ndarray, positions: np.ndarray, real: np.ndarray | None, visible: int
+        self, first: int, tokens: np.ndarray, positions: np.ndarray, real: np.ndarray | None, visible: int, keep: int
     ) -> torch.Tensor:
-        """The last column's logits [N, V] in float32; `real` is False where a token is padding."""
+        """The last `keep` columns' logits [N, keep, V] in float32; `real` is False where a token is padding."""
         device = self.device
         tokens_NW = torch.from_numpy(tokens).to(device, non_blocking=True)
         positions_NW = torch.from_numpy(positions).to(device, non_blocking=True)
@@ -166,9 +194,9 @@ class ModelRunner:
             position_ids=positions_NW,
             past_key_values=self.cache,
             use_cache=True,
-            **self._keep(1),
+            **self._keep(keep),
         )
-        return output.logits[:, -1].float()
+        return output.logits[:, -keep:].float()
 
     def _whole(self, turns: Sequence[Turn]) -> torch.Tensor:
         return self._recompute([turn.held for turn in turns], [turn.request.media for turn in turns])
@@ -212,9 +240,7 @@ class ModelRunner:
         try:
             self._reserve(len(rows), 16)
             self._feed_window(0, [row[:-1] for row in rows], [0] * len(rows))
-            ends = np.array([[row[-1]] for row in rows])
-            places = np.array([[len(row) - 1] for row in rows])
-            cached = self._forward(0, ends, places, None, int(places.max()) + 1).log_softmax(-1)
+            cached = self._feed_window(0, [row[-1:] for row in rows], [len(row) - 1 for row in rows]).log_softmax(-1)
             gap = (cached - self._recompute(rows).log_softmax(-1)).abs().mean().item()
             exact = self.model.dtype == torch.float32 and self.autocast_dtype is None
             # NaN is the weights' fault, and said where a token is drawn.
@@ -238,33 +264,35 @@ class ModelRunner:
 
     @property
     def device(self) -> torch.device:
-        return self.model.get_input_embeddings().weight.device
+        return self._embeddings.weight.device
 
     def _mask(self, positions_NW: torch.Tensor, visible: int) -> torch.Tensor | dict[str, torch.Tensor]:
-        """What each token sees: columns up to its own position. Padding, at position 0, sees column 0."""
-        columns = torch.arange(visible, device=positions_NW.device)
-        query = positions_NW[:, None, :, None]
-        causal = columns <= query
-        masks = {}
-        for kind, window in self.windows.items():
-            seen = causal
-            if window is not None and kind == "chunked_attention":
-                seen = causal & (columns // window == query // window)
-            elif window is not None and visible > window:
-                seen = causal & (columns > query - window)
-            masks[kind] = seen if self.attention == "sdpa" else self._additive(seen)
-        return masks if self.layer_types else masks["full_attention"]
+        """What each token sees, in the form that the attention in use reads."""
+        made = masks(self.windows, positions_NW, visible, self._added_masks(positions_NW.device))
+        return made if self.layer_types else made["full_attention"]
 
-    def _additive(self, seen: torch.Tensor) -> torch.Tensor:
-        dtype = self.model.dtype
-        return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, torch.finfo(dtype).min)
+    def _added_masks(self, device: torch.device) -> torch.dtype | None:
+        """The dtype of masks that are added to scores; None where the attention takes those of True and False."""
+        if self.attention != "sdpa":
+            return self.model.dtype
+        # Our own attention has a quick way for added masks, in float32 on a CPU.
+        exact = device.type == "cpu" and self.autocast_dtype is None and self.model.dtype == torch.float32
+        return torch.float32 if exact and self._exchangeable else None
 
-    def _draw(self, logits_BV: torch.Tensor, turns: Sequence[Turn]) -> Drawn:
-        """An id and its log-prob for each turn, the rows grouped by their parameters."""
+    def _draw(self, logits_BV: torch.Tensor, turns: Sequence[Turn], guesses: Sequence[list[int]] = ()) -> Drawn:
+        """An id and its log-prob for each row of logits, the rows grouped by their parameters.
+
+        Every turn has one row, and one more for each token of its guess.
+        """
         logits_BV = without(logits_BV, self.placeholders)
-        uniform_B = torch.tensor([next(turn.stream) for turn in turns], dtype=torch.float64)
+        counts = [len(guess) + 1 for guess in guesses] or [1] * len(turns)
+        numbers = [x for turn, count in zip(turns, counts, strict=True) for x in turn.numbers(count)]
+        uniform_B = torch.tensor(numbers, dtype=torch.float64)
         params = turns[0].request.params
-        if all(turn.request.params is params or turn.request.params == params for turn in turns):
+        same = all(turn.request.params is params or turn.request.params == params for turn in turns)
+        if len(numbers) > len(turns):
+            turns = [turn for turn, count in zip(turns, counts, strict=True) for _ in range(count)]
+        if same:
             return self._draw_group(logits_BV, turns, params, uniform_B)
         groups: dict[SamplingParams, list[int]] = {}
         for i, turn in enumerate(turns):
@@ -359,37 +387,3 @@ def _buckets(feeds: Sequence[Feed], most: int) -> list[list[Feed]]:
                 continue
         buckets.append([feed])
     return buckets
-
-
-_PLAIN = {"full_attention", "sliding_attention", "chunked_attention"}
-
-
-def _layer_types(config: Any) -> tuple[str, ...] | None:
-    """The kinds of attention among the layers; empty where one mask serves all, None where some are not attention."""
-    kinds = tuple(dict.fromkeys(getattr(config, "layer_types", None) or ()))
-    if set(kinds) - _PLAIN:
-        return None
-    return () if kinds in ((), ("full_attention",)) else kinds
-
-
-def _windows(config: Any, layer_types: tuple[str, ...] | None) -> dict[str, int | None]:
-    """How far back each kind of layer sees, in tokens; None is everything."""
-    sliding = getattr(config, "sliding_window", None)
-    chunk = getattr(config, "attention_chunk_size", None)
-    if layer_types:
-        sizes = {"full_attention": None, "sliding_attention": sliding, "chunked_attention": chunk}
-        return {kind: sizes[kind] for kind in layer_types}
-    if getattr(config, "layer_types", None):
-        return {"full_attention": None}
-    return {"full_attention": sliding}
-
-
-def _context(config: Any, max_context: int | None) -> int | None:
-    """The longest sequence, in tokens; None where nothing limits it."""
-    context = getattr(config, "max_position_embeddings", None)
-    if (limit := rope_limit(config)) is not None:
-        # A longer sequence rotates all keys anew, those of others in the batch too; cached keys would no longer fit.
-        context = limit
-    if max_context is not None:
-        context = max_context if context is None else min(context, max_context)
-    return context

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from agentrl.sampler.drafts import Drafts, Node
 from agentrl.types import SampleRequest
 
 
@@ -23,8 +24,22 @@ class Turn:
     log_probs: list[float] = field(default_factory=list)
     sets: list[Sequence[int]] | None = None  # candidates of each drawn id; None: the whole vocabulary
     tops: list[Mapping[int, float]] | None = None  # the most likely ids where each was drawn; None: not asked for
+    spare: list[float] = field(default_factory=list)  # taken from the stream, not drawn with yet
+    place: Node | None = None  # where its drawn ids lead in what earlier turns said
     cancelled: bool = False
     waited: int = 0  # decode steps since it arrived
+
+    def numbers(self, count: int) -> list[float]:
+        """The random numbers of the next `count` ids; they stay the next ones until ids are drawn."""
+        while len(self.spare) < count:
+            self.spare.append(next(self.stream))
+        return self.spare[:count]
+
+    def guessed(self, drafts: Drafts) -> list[int]:
+        """What it probably draws next, where one forward may check that."""
+        if self.place is None or self.request.params.repetition_penalty != 1.0:
+            return []  # a penalty reads what was drawn before each position
+        return drafts.guess(self.place, self.end - len(self.held) - 1)
 
 
 @dataclass(slots=True, eq=False)

@@ -14,7 +14,9 @@ import torch
 from agentrl.errors import ConfigurationError, SamplerError
 from agentrl.render.images import tokenizer_and_processor
 from agentrl.sampler.admission import Feed, admit
+from agentrl.sampler.drafts import Drafts, worthwhile
 from agentrl.sampler.draw import uniforms
+from agentrl.sampler.hold import hold
 from agentrl.sampler.runner import Drawn, ModelRunner
 from agentrl.sampler.slots import Row, SlotTable, Turn
 from agentrl.types import SampleOutput, SampleRequest
@@ -83,6 +85,7 @@ class TransformersSampler:
         self.shared_tokens = 0  # prompt tokens copied from another conversation instead of fed
         self.decoded_tokens = 0  # ids drawn
         self._table = SlotTable(max_slots)
+        self._drafts = Drafts()
         self._waiting: list[Turn] = []
         self._active: list[Row] = []  # in slot order: the row at i is in slot i
         self._stale: str | None = None  # "publish" or "reset": what the next step does first
@@ -172,6 +175,7 @@ class TransformersSampler:
         end = len(prompt) + request.max_tokens
         end = end if context is None else min(end, context)
         turn = Turn(request, loop.create_future(), list(prompt), len(prompt), end, uniforms(request.seed), self.version)
+        turn.place = self._drafts.root
         turn.sets = [] if request.params.truncates else None
         turn.tops = [] if request.num_sampler_logprobs else None
         return turn
@@ -203,13 +207,14 @@ class TransformersSampler:
             self._abandon()
 
     async def _step(self, kind: str, units: int, feeds: list[Feed] | None) -> int:
-        """One forward's worth: the tokens are drawn and handed out. Answers how many turns ended."""
+        """One forward's worth: tokens are drawn and handed out. Answers how many turns ended."""
         rows = self._active if feeds is None else [feed.row for feed in feeds]
         turns = [row.turn for row in rows if row.turn is not None]
+        guesses = self._guesses(turns, feeds)
         moves = self._table.take_moves()
         try:
             if feeds is None:
-                drawn = await self._run(kind, units, lambda: self.runner.decode(turns, moves))
+                drawn = await self._run(kind, units, lambda: self.runner.decode(turns, guesses, moves))
             else:
                 drawn = await self._run(kind, units, lambda: self.runner.feed(feeds, moves))
         except Exception as error:
@@ -218,35 +223,40 @@ class TransformersSampler:
             return len(turns)
         if feeds is not None:
             self._active = self._active + rows
-            for row, turn in zip(rows, turns, strict=True):
-                row.length = len(turn.held) - 1  # `_absorb` counts the last one
-        self.decoded_tokens += len(drawn.ids)
-        return self._absorb(rows, turns, drawn)
+            guesses = [feed.guess for feed in feeds]
+        return self._absorb(rows, turns, guesses, drawn)
 
-    def _absorb(self, rows: list[Row], turns: list[Turn], drawn: Drawn) -> int:
-        """Every turn holds its new token; those that ended are answered and their rows rest."""
-        ended = 0
-        for i, (row, turn, token, log_prob) in enumerate(zip(rows, turns, drawn.ids, drawn.log_probs, strict=True)):
-            held = turn.held
-            if turn.sets is not None and drawn.sets is not None:
-                turn.sets.append(drawn.sets[i])
-            if turn.tops is not None and drawn.tops is not None:
-                turn.tops.append(drawn.tops[i])
-            held.append(token)
-            turn.log_probs.append(log_prob)
-            row.length += 1
-            if token in turn.request.stop_ids:
-                reason = "stop"
-            elif len(held) >= turn.end:
-                reason = "length"
-            else:
+    def _guesses(self, turns: list[Turn], feeds: list[Feed] | None) -> list[list[int]]:
+        """For each turn the tokens that the next forward checks beside drawing one; those of feeds are in them."""
+        if not self.runner.cached:
+            return [[] for _ in turns]
+        guesses = [turn.guessed(self._drafts) for turn in turns]
+        if not any(guesses):
+            return guesses
+        most = worthwhile(map(len, guesses))
+        guesses = [guess[:most] for guess in guesses]
+        for feed, guess in zip(feeds or (), guesses, strict=False):
+            feed.guess = guess if feed.leader is None else guess and feed.leader.guess
+        return guesses
+
+    def _absorb(self, rows: list[Row], turns: list[Turn], guesses: list[list[int]], drawn: Drawn) -> int:
+        """Every turn holds its new tokens; those that ended are answered and their rows rest."""
+        ended = begin = 0
+        for row, turn, guess in zip(rows, turns, guesses, strict=True):
+            before = len(turn.held)
+            reason = hold(turn, guess, drawn, begin)
+            begin += len(guess) + 1
+            row.length = len(turn.held) - 1  # the last one was never fed
+            self.decoded_tokens += len(turn.held) - before
+            if reason is None:
                 continue
             ended += 1
+            ids = turn.held[turn.prompt_length :]
             if not turn.future.done():
-                ids = held[turn.prompt_length :]
                 turn.future.set_result(
                     SampleOutput(ids, turn.log_probs, reason, turn.version, None, turn.sets, turn.tops)
                 )
+            self._drafts.learn(ids)
             self._table.rest(row)
         if ended:
             self._active = self._table.compact(len(self._active))
@@ -292,6 +302,7 @@ class TransformersSampler:
         again = [row.turn for row in self._active if row.turn is not None and not row.turn.future.done()]
         self._active = []
         self._table.clear()
+        self._drafts.clear()  # else a run that was resumed here would draw in other batches, to other rounding
         self._waiting = again + self._waiting
         if why == "reset":
             self.runner.free()
