@@ -10,6 +10,8 @@ from typing import Any
 from agentrl.environment import Instance, close_method, discover_tools
 from agentrl.errors import AgentRLError, ConfigurationError, EnvironmentFailed, RunStopped
 from agentrl.lane import Closer, Lane, Outcome
+from agentrl.mixing import EnvironmentSpec, specs_of
+from agentrl.registry import resolve
 from agentrl.tool_schema import Tool, is_async_callable
 
 _CLOSE_S = 10.0  # for close() of instances that were thrown away
@@ -24,6 +26,7 @@ class EnvironmentPool:
         name: Instead of the class name of what the factory builds.
         max_abandoned: Calls that may hang at the same time (each holds a thread) before the run stops.
         owned: Whether the environments are the pool's to close.
+        spec: Settings of this environment alone, which the engine that plays it reads.
 
     Raises:
         ConfigurationError: the factory is not one, fails, or builds something without `reset`.
@@ -37,11 +40,13 @@ class EnvironmentPool:
         name: str | None = None,
         max_abandoned: int = 64,
         owned: bool = True,
+        spec: EnvironmentSpec | None = None,
     ) -> None:
         _check_factory(factory)
         self._factory = factory
         self._max_abandoned = max_abandoned
         self._owned = owned
+        self.spec = spec
         self._inline = getattr(factory, "run_inline", False) is True
         self._idle: list[Instance] = []
         self._in_use: set[Instance] = set()
@@ -166,6 +171,14 @@ class EnvironmentPool:
         if waiting is not None:
             self._closing.add(waiting)
             waiting.add_done_callback(self._closing.discard)
+
+
+def make_pools(environment_factory: Any) -> dict[str | None, EnvironmentPool]:
+    """One pool per environment: of a class, a factory, a registered id, an `EnvironmentSpec`, or a dict of these."""
+    specs = specs_of(environment_factory)
+    if not specs:
+        return {None: EnvironmentPool(None)}
+    return {name: EnvironmentPool(resolve(spec.factory), spec=spec) for name, spec in specs.items()}
 
 
 def _check_factory(factory: Any) -> None:

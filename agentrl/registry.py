@@ -184,6 +184,7 @@ def gymnasium_spec(id: str) -> Any:
 
     Raises:
         ConfigurationError: nothing has that name (a close one is proposed), or its package cannot be imported.
+        MissingDependency: the package of MiniGrid's or Atari's ids is not installed.
     """
     registry = _gymnasium().registry
     module, colon, name = id.rpartition(":")
@@ -192,7 +193,10 @@ def gymnasium_spec(id: str) -> Any:
     else:
         name = id
     if name not in registry:
-        _import_namespace(name.partition("/")[0] if "/" in name else "")
+        from agentrl.gym.packages import import_package_of
+
+        if not import_package_of(name):
+            _import_namespace(name.partition("/")[0] if "/" in name else "")
     spec = registry.get(name)
     if spec is None:
         ours = sorted(one for one, known in registry.items() if isinstance(known.entry_point, ConversationalEntry))

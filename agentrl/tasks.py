@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from agentrl.errors import ConfigurationError
+from agentrl.mixing import Mixture
 from agentrl.types import Task
 
 _REMEMBERED = 4096  # tasks of a stream that can be asked for again
@@ -31,7 +33,8 @@ class TaskSource:
         data: A sized dataset (``datasets.Dataset``, list of dicts), an iterable one, or None.
         seed: Run seed; orders and task seeds derive from it.
         shuffle: Whether each epoch has its own order. Streams are shuffled by their own `set_epoch`.
-        environments: Names a row's ``environment`` column may hold; None where one environment plays every row.
+        environments: Names a row's ``environment`` column may hold; None where one environment plays every row. A dict
+            of weights by name (None: 1) mixes them where there is no data; with data, the rows say how many there are.
         prompt_required: Whether a row must have a ``prompt`` (no environment writes it).
         order_seed: Seed of the order alone (the trainer's `data_seed`); None takes `seed`.
         columns: The only columns that a task has; None: all.
@@ -46,7 +49,7 @@ class TaskSource:
         *,
         seed: int,
         shuffle: bool = True,
-        environments: Sequence[str] | None = None,
+        environments: Sequence[str] | Mapping[str, float | None] | None = None,
         prompt_required: bool = True,
         order_seed: int | None = None,
         columns: Sequence[str] | None = None,
@@ -54,7 +57,9 @@ class TaskSource:
         self._data: Any = data
         self._seed, self._shuffle = seed, shuffle
         self._order_seed = seed if order_seed is None else order_seed
-        self._environments, self._prompt_required = environments, prompt_required
+        weights = dict(environments) if isinstance(environments, Mapping) else dict.fromkeys(environments or ())
+        self._environments = None if environments is None else list(weights)
+        self._prompt_required = prompt_required
         self._chosen = columns
         self.size: int | None = len(self._data) if is_sized(data) else None
         self._order: tuple[int, np.ndarray] | None = None
@@ -62,10 +67,9 @@ class TaskSource:
         self._stream_at = self._stream_epoch = 0
         self._recent: dict[int, Task] = {}
         _check_kind(data)
-        if data is None and environments is not None:
-            raise ConfigurationError(
-                "Several environments need a train_dataset whose 'environment' column says which one plays each row."
-            )
+        self._mixture: Mixture | None = None
+        if data is None and weights:
+            self._mixture = Mixture({name: 1.0 if weight is None else weight for name, weight in weights.items()})
         if self.size == 0:
             raise ConfigurationError("The dataset is empty: it has no rows to play.")
         if self.size is not None:
@@ -74,7 +78,8 @@ class TaskSource:
     def task(self, epoch: int, position: int) -> Task:
         """The row at `position` of `epoch`; positions past the end begin the epoch's order again, with new seeds."""
         if self._data is None:
-            return Task(index=position, epoch=epoch, seed=derive_seed(self._seed, epoch, position), row={})
+            name = self._mixture.at(position) if self._mixture is not None else None
+            return Task(position, epoch, derive_seed(self._seed, epoch, position), environment=name)
         if self.size is None:
             return self._from_stream(position)
         lap, offset = divmod(position, self.size)
@@ -94,6 +99,15 @@ class TaskSource:
             rng = np.random.default_rng([self._order_seed & 0x7FFFFFFF, epoch])
             self._order = (epoch, rng.permutation(self.size) if self._shuffle else np.arange(self.size))
         return self._order[1]
+
+    def shares(self) -> dict[str, float]:
+        """The share of the tasks that is asked for, by environment; empty for a stream, and without names."""
+        if self._mixture is not None:
+            return self._mixture.shares()
+        if self._environments is None or self.size is None:
+            return {}
+        counts = Counter(_column(self._data, "environment"))
+        return {name: counts[name] / self.size for name in self._environments}
 
     # --- streams ---
     def _from_stream(self, position: int) -> Task:

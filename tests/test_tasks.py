@@ -193,7 +193,6 @@ def test_f091_in_a_stream_the_first_unknown_name_is_a_clear_error():
         ([{"question": "x"}], {}, r"no 'prompt' column \(it has: question\)"),
         (datasets.Dataset.from_list([{"q": 1}]), {}, r"no 'prompt' column \(it has: q\)"),
         ([{"prompt": "x"}], {"environments": ["a"]}, "'environment' column"),
-        (None, {"environments": ["a"]}, "train_dataset"),
         (datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}), {}, r"dataset\['train'\]"),
         ({"prompt": ["x"]}, {}, "not a dict"),
         ("trl-lib/zen", {}, "not a str"),

@@ -56,10 +56,12 @@ def play(contest: Contest, policy: Any, limits: Limits, *, tasks: int, samples: 
         max_concurrent=limits.concurrent,
         seed=seed,
     )
-    names = None if None in contest.pools else [str(name) for name in contest.pools]
+    weights = None
+    if None not in contest.pools:
+        weights = {str(name): pool.spec.weight if pool.spec else None for name, pool in contest.pools.items()}
     alone = contest.pools.get(None)
     source = TaskSource(
-        contest.rows, seed=derive_seed(seed, "eval"), shuffle=False, environments=names,
+        contest.rows, seed=derive_seed(seed, "eval"), shuffle=False, environments=weights,
         prompt_required=alone is not None and not alone.name,
     )  # fmt: skip
     engine = RolloutEngine(policy.sampler, renderer, contest.pools, contest.tools, settings)

@@ -67,7 +67,7 @@ def _contest(name: str, arguments: list[str], needs_model: bool) -> tuple[Any, t
     """What is played, and the model that a run file names."""
     from agentrl.cli.assess import Contest
     from agentrl.cli.env.common import environment
-    from agentrl.pool import EnvironmentPool
+    from agentrl.pool import EnvironmentPool, make_pools
 
     if not name.endswith((".toml", ".yaml", ".yml")):
         return Contest({None: EnvironmentPool(environment(name, arguments))}), None
@@ -78,17 +78,12 @@ def _contest(name: str, arguments: list[str], needs_model: bool) -> tuple[Any, t
 
     run = read_run_file(name, arguments)
     parts = load_parts(run)
-    pools: dict[str | None, EnvironmentPool]
-    if isinstance(parts.factory, dict):
-        pools = {key: EnvironmentPool(factory) for key, factory in parts.factory.items()}
-    else:
-        pools = {None: EnvironmentPool(parts.factory)}
     tools = {tool.name: tool for tool in map(build_tool, parts.tools)}
     rows = parts.eval_rows if parts.eval_rows is not None else parts.train_rows
     if needs_model and run.model.tiny:
         raise ConfigurationError("A tiny policy is made while training; evaluate its folder: --policy model:FOLDER.")
     model = model_location(run) if needs_model else None
-    return Contest(pools, rows, tools, parts.reward_functions, parts.reward_weights), model
+    return Contest(make_pools(parts.factory), rows, tools, parts.reward_functions, parts.reward_weights), model
 
 
 def _write(path: Path, groups: Any) -> None:

@@ -14,7 +14,9 @@ from agentrl.errors import ConfigurationError
 
 
 def quickstart(
-    env: Annotated[str, typer.Option("--env", help="Which ready environment to learn: hunt or recycle.")] = "hunt",
+    env: Annotated[
+        str, typer.Option("--env", help="Which ready environment to learn: hunt, recycle, grid_world.")
+    ] = "hunt",
     seed: Annotated[int, typer.Option("--seed", min=0, help="Names the run's random numbers.")] = 0,
     batches: Annotated[
         int | None,
@@ -47,6 +49,8 @@ def _check_environment(name: str) -> None:
         environment_factory(name)
         return
     try:
-        environment_factory(f"agentrl/{name.capitalize()}-v0")
+        environment_factory(f"agentrl/{''.join(part.capitalize() for part in name.split('_'))}-v0")
     except ConfigurationError as error:
-        raise ConfigurationError(f"There is no ready environment '{name}'; hunt and recycle are. {error}") from error
+        raise ConfigurationError(
+            f"There is no ready environment '{name}'; hunt, recycle and grid_world are. {error}"
+        ) from error

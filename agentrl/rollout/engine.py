@@ -6,11 +6,12 @@ import asyncio
 import time
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from agentrl.environment import Instance
 from agentrl.errors import AgentRLError, ConfigurationError, EnvironmentFailed, SamplerError
+from agentrl.mixing import EnvironmentSpec
 from agentrl.pool import EnvironmentPool
 from agentrl.rollout.episode import Episode
 from agentrl.rollout.failures import FailureGuard
@@ -54,6 +55,20 @@ class RolloutSettings:
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"{name} must be at least 1, not {getattr(self, name)}.")
 
+    def of(self, spec: EnvironmentSpec | None) -> RolloutSettings:
+        """These settings, with those of one environment over them."""
+        if spec is None:
+            return self
+        lengths = [n for n in (self.max_completion_length, spec.max_completion_length) if n is not None]
+        return replace(
+            self,
+            max_completion_length=min(lengths, default=None),
+            max_tool_calling_iterations=self.max_tool_calling_iterations if spec.max_turns is None else spec.max_turns,
+            max_concurrent=spec.max_concurrent or self.max_concurrent,
+            max_failures_in_row=spec.max_failures_in_row or self.max_failures_in_row,
+            deadlines=spec.all_deadlines(self.deadlines),
+        )
+
 
 class RolloutEngine:
     """Plays episodes of any environments with any sampler, each at its own pace.
@@ -63,7 +78,7 @@ class RolloutEngine:
         renderer: Messages to ids and back; None for samplers that take messages (evaluation only).
         pools: Environment instances by the row's ``environment`` value; the key None plays rows without one.
         tools: Standalone tools, offered beside those of the environment.
-        settings: Budgets, deadlines, retries.
+        settings: Budgets, deadlines, retries; a pool's `spec` goes over them for its own environment.
     """
 
     def __init__(
@@ -107,6 +122,15 @@ class RolloutEngine:
     def pool_of(self, task: Task) -> EnvironmentPool:
         return self.pools[self._key(task)]
 
+    def settings_of(self, task: Task) -> RolloutSettings:
+        """The settings that this task's environment is played with."""
+        return self.settings.of(self.pool_of(task).spec)
+
+    def concurrency(self) -> dict[str | None, int]:
+        """Rollouts at a time of each environment that has a limit of its own."""
+        limits = {key: pool.spec.max_concurrent for key, pool in self.pools.items() if pool.spec is not None}
+        return {key: number for key, number in limits.items() if number is not None}
+
     async def play(
         self, task: Task, *, rollout_id: str, group_id: str, member: int = 0
     ) -> tuple[Rollout, Instance | None]:
@@ -118,18 +142,20 @@ class RolloutEngine:
 
         Raises:
             ConfigurationError: The row cannot be played (no prompt, prompt longer than the model).
-            RunStopped: Too many failures in a row.
+            RunStopped: Too many failures of this environment in a row.
         """
-        pool, names = self.pool_of(task), (rollout_id, group_id, member)
+        key, names = self._key(task), (rollout_id, group_id, member)
+        pool = self.pools[key]
         rollout, instance = await self._attempt(task, pool, names, 1)
         for attempt in range(2, self.settings.max_attempts + 1):
             if instance is not None:
                 break
             rollout, instance = await self._attempt(task, pool, names, attempt)
         if instance is None:
-            self.failures.failed(rollout, pool.name)
+            name = f"'{key}' ({pool.name})" if key is not None else pool.name
+            self.failures.failed(rollout, name, key, self.settings_of(task).max_failures_in_row)
         else:
-            self.failures.success()
+            self.failures.success(key)
         return rollout, instance
 
     async def _attempt(
@@ -138,7 +164,7 @@ class RolloutEngine:
         """One try. The instance comes along only where nothing failed."""
         started = time.perf_counter()
         try:
-            instance = await self._acquire(pool)
+            instance = await self._acquire(pool, self.settings_of(task).deadlines.reset_s)
         except EnvironmentFailed as failure:
             nobody = self._episode(task, pool, Instance(None), names, attempt)
             return nobody.finish(_outcome_of(failure), traceback.format_exc(), time.perf_counter() - started), None
@@ -155,9 +181,8 @@ class RolloutEngine:
             self.sampler.release(episode.conversation_id)
         return rollout, instance if keep else None
 
-    async def _acquire(self, pool: EnvironmentPool) -> Instance:
+    async def _acquire(self, pool: EnvironmentPool, seconds: float | None) -> Instance:
         """An instance; building one is part of a reset, and has its deadline."""
-        seconds = self.settings.deadlines.reset_s
         try:
             async with asyncio.timeout(seconds):
                 return await pool.acquire()
@@ -175,12 +200,12 @@ class RolloutEngine:
             task=task, instance=instance, environment=pool.name or None, rollout_id=rollout_id, group_id=group_id,
             member=member, attempt=attempt, seed=(self.settings.seed & 0x7FFFFFFF, stream),
             tools=self._toolsets[key], schemas=self._schemas[key], sampler=self.sampler, renderer=self.renderer,
-            settings=self.settings,
+            settings=self.settings.of(pool.spec),
         )  # fmt: skip
 
     async def _play_out(self, episode: Episode) -> tuple[Outcome, str | None]:
         """How the episode ended, and the traceback where our side failed: that is an outcome, never a reward."""
-        seconds = self.settings.deadlines.episode_s
+        seconds = episode.settings.deadlines.episode_s
         whole = asyncio.timeout(seconds)
         try:
             async with whole:

@@ -29,17 +29,20 @@ class GroupPlan:
 
 async def run_group(
     engine: RolloutEngine, scorer: Scorer, plan: GroupPlan, *, trainer_state: Any = None,
-    slots: asyncio.Semaphore | None = None,
+    slots: Sequence[asyncio.Semaphore] = (),
 ) -> RolloutGroup:  # fmt: skip
     """Plays `plan.size` rollouts of one task and scores the survivors together.
 
     A member that failed stays in the group, unscored, so that every reader sees it; the others keep their
-    baseline. Where fewer than `min_survivors` of several are left, the group is marked dropped.
+    baseline. Where fewer than `min_survivors` of several are left, the group is marked dropped. Each rollout holds one
+    of every semaphore in `slots`, taken in this order.
     """
     pool = engine.pool_of(plan.task)
 
     async def one(member: int) -> tuple[Rollout, Instance | None]:
-        async with slots or _NoLimit():
+        async with contextlib.AsyncExitStack() as held:
+            for slot in slots:
+                await held.enter_async_context(slot)
             rollout, instance = await engine.play(
                 plan.task, rollout_id=f"{plan.id}.{member}", group_id=plan.id, member=member
             )
@@ -93,21 +96,25 @@ def _start_states_differ(engine: RolloutEngine, rollouts: Sequence[Rollout], ali
     return differ
 
 
-class _NoLimit:
-    async def __aenter__(self) -> None: ...
-
-    async def __aexit__(self, *error: object) -> None: ...
-
-
 async def run_groups(
     engine: RolloutEngine, scorer: Scorer, plans: Sequence[GroupPlan], *, trainer_state: Any = None
 ) -> list[RolloutGroup]:
-    """Plays several groups at once, at most `max_concurrent` rollouts at a time; the first error ends all."""
-    slots = asyncio.Semaphore(engine.settings.max_concurrent)
+    """Plays several groups at once, at most `max_concurrent` rollouts at a time; the first error ends all.
+
+    An environment with a `max_concurrent` of its own has at most so many of them. Its rollouts wait for that before
+    they take a place among all: what waits for a busy environment is in nobody's way.
+    """
+    everybody = asyncio.Semaphore(engine.settings.max_concurrent)
+    own = {key: asyncio.Semaphore(number) for key, number in engine.concurrency().items()}
     tasks = [
-        asyncio.ensure_future(run_group(engine, scorer, plan, trainer_state=trainer_state, slots=slots))
+        asyncio.ensure_future(
+            run_group(
+                engine, scorer, plan, trainer_state=trainer_state,
+                slots=[slot for slot in (own.get(plan.task.environment), everybody) if slot is not None],
+            )
+        )
         for plan in plans
-    ]
+    ]  # fmt: skip
     try:
         with _rarer_collections():
             return list(await asyncio.gather(*tasks))

@@ -14,8 +14,8 @@ TAKEN = frozenset({
     "aux_loss", "clip_ratio", "cispo_clip_ratio",
 })  # fmt: skip
 TAKEN_PREFIXES = (
-    "rewards/", "completions/", "tools/", "rollout/", "env/", "sampling/", "sample/", "batch/", "perf/", "clip_ratio/",
-    "vespo/", "agentrl/", "eval_", "train_",
+    "rewards/", "completions/", "tools/", "rollout/", "env/", "mixture/", "sampling/", "sample/", "batch/", "perf/",
+    "clip_ratio/", "vespo/", "agentrl/", "eval_", "train_",
 )  # fmt: skip
 
 

@@ -21,24 +21,29 @@ def check(
     ] = None,
     episodes: Annotated[int, typer.Option("--episodes", min=1, help="Episodes of the random policy.")] = 16,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of resets and random calls.")] = 0,
+    timeout: Annotated[
+        float, typer.Option("--timeout", min=0.001, help="Seconds for each reset, tool call and get_reward.")
+    ] = 30.0,
     tokenizer: TokenizerPath = None,
     strict: Annotated[bool, typer.Option("--strict", help="Warnings fail the check as well.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print findings and numbers as JSON.")] = False,
 ) -> None:
-    """Check an environment for training: tools, seeds, leaks between episodes, rewards, times, tokens.
+    """Check an environment for training: tools, seeds, leaks, bad arguments, many at once, rewards, times, tokens.
 
     The exit code is 1 where it has errors.
     """
     from agentrl.check import examine_environment
 
     factory = environment(name, arguments)
-    report = examine_environment(factory, rows=_rows(data), seed=seed, episodes=episodes)
-    cost = _token_cost(report, tokenizer) if not report.count("error") else None
+    report = examine_environment(
+        factory, rows=_rows(data), seed=seed, episodes=episodes, timeout=timeout,
+        tokenizer=load_tokenizer(tokenizer), tokenizer_name=str(tokenizer or ""),
+    )  # fmt: skip
     failed = bool(report.count("error") or (strict and report.count("warning")))
     if as_json:
-        print_json(_as_json(name, report, cost, failed))
+        print_json(_as_json(name, report, failed))
     else:
-        _print(name, report, cost)
+        _print(name, report)
     if failed:
         raise typer.Exit(1)
 
@@ -56,14 +61,7 @@ def _rows(path: Path | None) -> list[dict[str, Any]] | None:
     return rows
 
 
-def _token_cost(report: Any, path: Path | None) -> Any:
-    from agentrl.check import token_cost
-
-    messages = [{"role": "user", "content": report.observation or "x"}]
-    return token_cost(report.schemas, messages, load_tokenizer(path), name=str(path or ""))
-
-
-def _as_json(name: str, report: Any, cost: Any, failed: bool) -> dict[str, Any]:
+def _as_json(name: str, report: Any, failed: bool) -> dict[str, Any]:
     return {
         "id": name,
         "environment": report.name,
@@ -71,15 +69,12 @@ def _as_json(name: str, report: Any, cost: Any, failed: bool) -> dict[str, Any]:
         "findings": [{"level": finding.level, "what": finding.what} for finding in report.findings],
         "rewards": report.rewards,
         "milliseconds": report.milliseconds,
-        "tokens": cost,
+        "tokens": report.tokens,
     }
 
 
-def _print(name: str, report: Any, cost: Any) -> None:
+def _print(name: str, report: Any) -> None:
     lines = [(finding.level, finding.what) for finding in report.findings]
-    if cost is not None:
-        tools = f"its tools take {cost.tools} of the {cost.prompt} tokens of a first prompt"
-        lines.append(("note", f"{report.name}: {tools}, with the {cost.tokenizer}."))
     if on_terminal():
         from rich.console import Console
         from rich.text import Text

@@ -52,6 +52,7 @@ class ${cls}(Environment):
         max_tries: Tries after which the episode is over.
     """
 
+    reward_range = (0.0, 1.0)
     run_inline = True  # the tools are cheap: they need no thread of their own
 
     def __init__(self, max_tries: int = 7) -> None:
@@ -62,6 +63,7 @@ class ${cls}(Environment):
         self._number = random.Random(seed).randint(1, 100)
         self._tries = 0
         self._nearest = 99
+        self._low, self._high = 1, 100
         self.done = False
         parity = "even" if self._number % 2 == 0 else "odd"
         return f"Open the safe. Its number is between 1 and 100 and {parity}. You have {self._max_tries} tries."
@@ -80,19 +82,29 @@ class ${cls}(Environment):
         self.done = number == self._number or self._tries >= self._max_tries
         if number == self._number:
             return "The safe opens."
+        if number < self._number:
+            self._low = max(self._low, number + 1)
+        else:
+            self._high = min(self._high, number - 1)
         return f"{number} is too {'low' if number < self._number else 'high'}."
 
     def get_reward(self) -> float:
         """1 for an open safe; less, but something, for having come near: steps that a policy can learn from."""
         if self._nearest == 0:
             return 1.0
-        return 0.5 * (1.0 - self._nearest / 99)
+        return max(0.0, 0.5 * (1.0 - self._nearest / 99))
+
+    def _gold(self) -> dict[str, Any]:
+        """The next turn of a policy that opens every safe: it shows the check that this can be done."""
+        middle = (self._low + self._high) // 2
+        return {"tool_calls": [{"name": "dial", "arguments": {"number": middle}}]}
 '''
 
 TEST = '''\
 """The environment keeps its promises, and its rewards are what its docs say."""
 
 import agentrl
+from agentrl.testing import assert_environment, gold_episode
 
 from ${name}_envs.${name} import ${cls}
 
@@ -102,20 +114,15 @@ def call(number: int) -> dict:
 
 
 def test_it_can_be_trained_on():
-    findings = agentrl.check_environment("${name}/${cls}-v0")
-    assert [str(finding) for finding in findings if finding.level != "note"] == []
+    report = assert_environment("${name}/${cls}-v0")  # fails with a line for each error and each warning
+    assert report.rewards["random"].mean < report.rewards["gold"].mean == 1.0
 
 
-def test_halving_the_range_opens_the_safe():
-    safe = ${cls}()
+def test_halving_the_range_opens_every_safe():
     for seed in range(20):
-        safe.reset(seed=seed)
-        low, high = 1, 100
-        while not safe.done:
-            middle = (low + high) // 2
-            answer = safe.dial(middle)
-            low, high = (middle + 1, high) if "low" in answer else (low, middle - 1)
-        assert safe.get_reward() == 1.0
+        episode = gold_episode(${cls}, seed=seed)
+        assert episode.reward == 1.0
+        assert 1 <= len(episode.tool_calls) <= 7
 
 
 def test_an_episode_as_a_model_plays_it():
@@ -140,7 +147,8 @@ In this folder these commands work as they are; `pip install --no-deps -e .` mak
 agentrl that was installed from its clone (on PyPI that name belongs to somebody else).
 
 Change `${name}_envs/${name}.py`: `reset` returns the prompt, every public method is a tool, `get_reward` scores the
-episode. Register further environments in `${name}_envs/__init__.py`.
+episode within `reward_range`, and `_gold` shows how it is done: the check plays it. Register further environments in
+`${name}_envs/__init__.py`.
 """
 
 TRAIN = """\
