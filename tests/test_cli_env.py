@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -94,10 +95,13 @@ def test_check_of_a_sound_environment(capsys):
     code, shown = run_json(capsys, "env", "check", HUNT, "--episodes", "8", "--strict")
     assert code == 0 and shown["ok"] is True and shown["environment"] == "Hunt"
     assert {finding["level"] for finding in shown["findings"]} == {"note"}
-    assert shown["rewards"]["no-op"] == {"episodes": 1, "mean": 0.0, "least": 0.0, "most": 0.0}
+    assert shown["rewards"]["no-op"] == {"episodes": 4, "mean": 0.0, "least": 0.0, "most": 0.0}
     assert shown["rewards"]["random"]["episodes"] == 8
     assert set(shown["milliseconds"]) == {"reset", "get_reward", "search"}
     assert 0 < shown["tokens"]["tools"] < shown["tokens"]["prompt"]
+    assert main(["env", "check", HUNT]) == 0
+    lines = capsys.readouterr().out.split("\n")
+    assert sum("tokens of a first prompt, with the byte-level tokenizer" in line for line in lines) == 1
 
 
 FAULTY = '''
@@ -136,6 +140,33 @@ def test_check_fails_on_errors_and_with_strict_on_warnings(own_folder, capsys):
     assert main(["env", "check", "faulty_world:Chance"]) == 0
     assert "warning: Chance.reset() started differently" in capsys.readouterr().out
     assert main(["env", "check", "faulty_world:Chance", "--strict"]) == 1
+
+
+HANGING = """
+import time
+from agentrl import Environment
+
+class Sleeps(Environment):
+    def reset(self, seed=0, **row):
+        return "Wake it."
+    def wake(self) -> str:
+        'Wake it.'
+        time.sleep(5)
+    def get_reward(self): return 0.0
+
+class Spins(Sleeps):
+    run_inline = True
+"""
+
+
+@pytest.mark.parametrize("name", ["Sleeps", "Spins"])
+def test_what_hangs_ends_the_command_in_bounded_time(own_folder, name):
+    (own_folder / "hanging_world.py").write_text(HANGING)
+    command = [sys.executable, "-m", "agentrl", "env", "check", f"hanging_world:{name}", "--timeout", "0.2"]
+    started = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 1 and f"error: {name}.wake did not return within 0.2 s" in done.stdout, done.stdout
+    assert "Traceback" not in done.stderr and time.monotonic() - started < 15
 
 
 def test_check_resets_with_rows(own_folder, capsys):
@@ -239,13 +270,17 @@ def test_a_new_package_passes_the_check_untouched(own_folder, capsys, monkeypatc
     assert "agentrl env check safe_game/SafeGame-v0" in capsys.readouterr().out
     monkeypatch.chdir(own_folder / "safe_game")
     assert main(["env", "check", "safe_game/SafeGame-v0", "--strict"]) == 0
-    assert "no errors, no warnings" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "no errors, no warnings" in out and "The gold policy in SafeGame gets reward mean 1, least 1, most 1" in out
     _, rows = run_json(capsys, "env", "list")
     assert "safe_game/SafeGame-v0" in [row["id"] for row in rows]
 
 
 def test_the_tests_of_a_new_package_pass(own_folder):
     assert main(["env", "init", "other_game"]) == 0
+    check = [sys.executable, "-m", "agentrl", "env", "check", "other_game/OtherGame-v0", "--strict"]
+    checked = subprocess.run(check, cwd=own_folder / "other_game", capture_output=True, text=True)
+    assert checked.returncode == 0 and "The gold policy in OtherGame" in checked.stdout, checked.stdout
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     env = os.environ | {"PYTEST_ADDOPTS": ""}
     done = subprocess.run(command, cwd=own_folder / "other_game", capture_output=True, text=True, env=env)

@@ -6,6 +6,8 @@ import statistics
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from agentrl.check.tokens import TokenCost
+
 Level = Literal["error", "warning", "note"]
 ORDER: dict[Level, int] = {"error": 0, "warning": 1, "note": 2}
 
@@ -50,11 +52,15 @@ class CheckReport:
 
     name: str  # of the environment's class; "" where none could be built
     findings: tuple[Finding, ...]
-    rewards: dict[str, RewardSpread] = field(default_factory=dict)  # by policy: "no-op", "random"
+    rewards: dict[str, RewardSpread] = field(default_factory=dict)  # by policy: "no-op", "random", "gold"
     milliseconds: dict[str, float] = field(default_factory=dict)  # median of reset, get_reward and each tool
     observation: str = ""  # the first text that a prompt shows
     schemas: tuple[dict[str, Any], ...] = ()  # of its tools
+    tokens: TokenCost | None = None  # of the tools in a prompt; None where the check did not get that far
 
     def count(self, level: Level) -> int:
         """Findings of this level."""
         return sum(finding.level == level for finding in self.findings)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.findings))
