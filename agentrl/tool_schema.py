@@ -182,7 +182,10 @@ def is_async_callable(function: Callable[..., Any]) -> bool:
     """True for async functions, partials of them, and objects with an async ``__call__``."""
     while isinstance(function, functools.partial):
         function = function.func
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+    if inspect.iscoroutinefunction(function):
+        return True
+    plain = isinstance(function, (types.FunctionType, types.MethodType))
+    return not plain and inspect.iscoroutinefunction(type(function).__call__)
 
 
 # --- reading a function ----------------------------------------------------------------

@@ -122,7 +122,8 @@ def cost_text(cost: Any) -> str:
             if cost.completion_at_most
             else "what the model's context leaves."
         ),
-        f"Sharing: {100 * cost.distinct_prompt_share:.1f}% of a batch's prompt tokens are distinct.",
+        f"Sharing: {100 * cost.distinct_prompt_share:.1f}% of a batch's prompt tokens are distinct, which is worth "
+        f"{cost.sharing_worth[0]:.1f}x in training with the longest completions, at most {cost.sharing_worth[1]:.1f}x.",
         f"Counted with the {cost.tokenizer}.",
     ]
     return "\n".join(lines)

@@ -21,6 +21,8 @@ def sampling_sets(sequences: Sequence[TrainingSequence]) -> Tensor | None:
     tensor([[ 6,  8],
             [-1, -1]])
     """
+    if all(s.sampling_mask is None for s in sequences):
+        return None
     sets = [entry for s in sequences for entry in _entries(s, s.sampling_mask, ())]
     return _padded(sets, -1, np.int64)
 
@@ -33,6 +35,8 @@ def sampler_heads(sequences: Sequence[TrainingSequence]) -> tuple[Tensor, Tensor
     tensor([[-0.5000, -1.0000],
             [-0.2500,    -inf]])
     """
+    if all(s.sampler_logprobs is None for s in sequences):
+        return None
     heads = [entry for s in sequences for entry in _entries(s, s.sampler_logprobs, {})]
     ids = _padded(heads, -1, np.int64)
     log_probs = _padded([list(head.values()) for head in heads], -np.inf, np.float32)

@@ -26,6 +26,7 @@ class Bucket:
     rows_R: Tensor  # where the real queries lie in the row
     real_R: Tensor | None  # where they lie in [0, S * Q); None: all are real, in order
     span: tuple[int, int] | None  # the queries are these neighbours in the row, in order; None: they are not
+    key_span: tuple[int, int] | None = None  # the same of the keys
     bias_SQK: Tensor | None = None  # [S, Q or 1, K] 0 where a query may look, -inf where not; None: everywhere
 
 
@@ -146,8 +147,7 @@ def _bucket(
     flat = queries_SQ.reshape(-1)
     real = None if few_queries is None else np.flatnonzero(few_queries)
     rows = flat if real is None else flat[real]
-    straight = real is None and len(flat) > 0 and bool((np.diff(flat) == 1).all())
-    span = (int(flat[0]), int(flat[-1]) + 1) if straight else None
+    span = None if real is not None else _span(flat)
     keys_SK, bias = queries_SQ, None
     if keys is not None:
         keys_SK, few_keys = _rectangle(keys)
@@ -164,7 +164,15 @@ def _bucket(
 
     queries_t = tensor(queries_SQ)
     keys_t = queries_t if keys is None else tensor(keys_SK)
-    return Bucket(queries_t, keys_t, tensor(rows), None if real is None else tensor(real), span, bias)
+    real_t = None if real is None else tensor(real)
+    return Bucket(queries_t, keys_t, tensor(rows), real_t, span, _span(keys_SK.reshape(-1)), bias)
+
+
+def _span(places: Ints) -> tuple[int, int] | None:
+    """Where neighbours begin and end; None where the places are not neighbours in order."""
+    if not len(places) or (np.diff(places) != 1).any():
+        return None
+    return int(places[0]), int(places[-1]) + 1
 
 
 def _rectangle(parts: Sequence[Ints]) -> tuple[Ints, np.ndarray | None]:

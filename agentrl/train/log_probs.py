@@ -112,15 +112,15 @@ class PolicyForward:
         self.packs: bool | None = None  # None: not known yet
         self.splits_head: bool | None = None
         self.least_shared: int | None = None  # tokens that a common beginning must save to stand once; None: none does
+        self.why_not_shared = "that is not known yet"
         self.longest_packed: int | None = None  # beyond it the model may attend to less than packed attention does
         self.limit = rope_limit(model.config.get_text_config())
-        parameters = inspect.signature(model.forward).parameters
-        self.takes_positions = "position_ids" in parameters
         self.placeholders = placeholder_ids(model)
         self._runs_states = has_delta_layers(model)
         self._eyes = vision_parameters(model) if self.placeholders else []
         self._before: PolicyForward | None = model.__dict__.get("_agentrl_policy_forward")  # another trainer's, say
         self._original = self._before._original if self._before is not None else model.forward
+        self.takes_positions = "position_ids" in inspect.signature(self._original).parameters
         model.forward = types.MethodType(_forward, model)  # so that DDP and PEFT wrappers stay in the path
         model._agentrl_policy_forward = self  # type: ignore[attr-defined]
 
@@ -178,7 +178,7 @@ class PolicyForward:
         return longest * len(row.sequence_lengths) - len(row.input_ids_T)
 
     def least_for(self, items: Sequence[TrainItem]) -> int | None:
-        """`least_shared` for rows of these rollouts; None where such a row would not run packed, which undoes sharing."""
+        """`least_shared` for rows of these rollouts; None where they would not run packed, which undoes sharing."""
         sequences = [sequence for item in items for sequence in item.sequences]
         longest = max((len(sequence.input_ids) for sequence in sequences), default=0)
         return self.least_shared if self._packs(longest, any(sequence.media for sequence in sequences)) else None
@@ -208,6 +208,7 @@ class PolicyForward:
                 raise
             log.warning("packing is not used any more for %s: %s", type(self.model).__name__, error)
             self.packs, self.least_shared = False, None
+            self.why_not_shared = "the model makes a mask of its own"
             stand_down(self.model)
             parts = [self._states(row, router)]
         hidden = torch.cat([states for states, _ in parts]) if len(parts) > 1 else parts[0][0]

@@ -23,8 +23,8 @@ class _Unit:
 def plan_rows(items: Sequence[TrainItem], budget: int, least: int | None = None) -> list[list[int]]:
     """Which items share a row, so that no row has more than `budget` tokens unless one rollout alone does.
 
-    A group is cut only where it does not fit. There are at most 11/9 of the fewest rows possible and one more (first fit
-    on decreasing size); over them, pairs of queries and keys are spread evenly where the budget allows it.
+    A group is cut only where it does not fit. There are at most 11/9 of the fewest rows possible and one more (first
+    fit on decreasing size); over them, pairs of queries and keys are spread evenly where the budget allows it.
 
     Args:
         items: Rollouts, by their groups.

@@ -35,13 +35,17 @@ def find_ways(policy: PolicyForward) -> None:
         policy.splits_head = True
         policy.splits_head = _agrees(policy, row, plain, "splitting off the output layer")
         config = policy.model.config.get_text_config()
+        policy.why_not_shared = f"rows of {type(policy.model).__name__} cannot be packed"
         if not policy.takes_positions or config._attn_implementation != "sdpa":
             return
         policy.packs = True
         watch_windows()
         policy.packs = _agrees(policy, row, plain, "packing") and policy.packs  # a mask may have switched it off
         policy.longest_packed = unheeded(config, row.longest)
-        if policy.packs and not _drops_out(policy.model):
+        if policy.packs and _drops_out(policy.model):
+            policy.why_not_shared = "the model drops out (set disable_dropout=True)"
+        elif policy.packs:
+            policy.why_not_shared = f"{type(policy.model).__name__} gives other numbers with it"
             parts = _forked(row)
             apart, together = (make_row(parts, row.input_ids_T.device, least) for least in (None, 1))
             with policy.context(apart):

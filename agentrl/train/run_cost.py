@@ -21,6 +21,7 @@ from agentrl.train.run_build import RunParts, model_location
 from agentrl.train.run_file import RunFile
 from agentrl.train.run_tokenizer import local_tokenizer
 from agentrl.train.schedule import Schedule
+from agentrl.train.tree import tree_of
 
 if TYPE_CHECKING:
     from agentrl.train.config import GRPOConfig
@@ -47,6 +48,9 @@ class RunCost:
     step_tokens_at_most: float | None
     run_tokens_at_most: float | None
     distinct_prompt_share: float  # distinct prompt tokens / all prompt tokens of a generation batch
+    sharing_worth: tuple[
+        float, float
+    ]  # times fewer tokens to train with shared beginnings: the longest completions, none
     measured_prompts: int
     tokenizer: str
 
@@ -68,6 +72,7 @@ def run_cost(run: RunFile, parts: RunParts, args: GRPOConfig, processes: int = 1
     mean = sum(lengths) / len(lengths)
     longest = args.max_completion_length
     each = None if longest is None else mean + longest
+    share = distinct_tokens(prompts) / (sum(lengths) * group)
     return RunCost(
         processes=processes,
         optimizer_steps=steps,
@@ -83,7 +88,8 @@ def run_cost(run: RunFile, parts: RunParts, args: GRPOConfig, processes: int = 1
         completion_at_most=longest,
         step_tokens_at_most=None if each is None else new_per_step * each,
         run_tokens_at_most=None if each is None else batches * schedule.prompts * group * each,
-        distinct_prompt_share=distinct_tokens(prompts) / (sum(lengths) * group),
+        distinct_prompt_share=share,
+        sharing_worth=(1.0 if each is None else each / (mean * share + each - mean), 1 / share),
         measured_prompts=len(prompts),
         tokenizer=name,
     )
@@ -172,13 +178,4 @@ def distinct_tokens(prompts: Sequence[Sequence[int]]) -> int:
     >>> distinct_tokens([[1, 2, 3], [1, 2, 4], [1, 2, 3], [5]])
     5
     """
-    total, before = 0, ()
-    for prompt in sorted(map(tuple, prompts)):
-        common = 0
-        for one, two in zip(prompt, before, strict=False):
-            if one != two:
-                break
-            common += 1
-        total += len(prompt) - common
-        before = prompt
-    return total
+    return len(tree_of(prompts, 1).ids_T)

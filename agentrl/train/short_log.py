@@ -72,15 +72,31 @@ class ShortPrinter(PrinterCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if state.is_local_process_zero and logs:
-            print(short_line(logs, state.global_step, state.max_steps), flush=True)
+            self.say(short_line(logs, state.global_step, state.max_steps))
+
+    def say(self, text: str) -> None:
+        """The line is on the terminal."""
+        print(text, flush=True)
 
 
 class ShortProgress(ProgressCallback):
     """Prints the short line above the progress bar."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if state.is_world_process_zero and self.training_bar is not None and logs:
-            self.training_bar.write(short_line(logs, state.global_step, state.max_steps))
+        if state.is_world_process_zero and logs:
+            self.say(short_line(logs, state.global_step, state.max_steps))
+
+    def say(self, text: str) -> None:
+        """The line is above the bar, where there is one."""
+        if self.training_bar is not None:
+            self.training_bar.write(text)
+
+
+def say(trainer: Trainer, text: str) -> None:
+    """The line is where the logs of the run are printed; nowhere if they are not."""
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, (ShortPrinter, ShortProgress)):
+            callback.say(text)
 
 
 def shorten(trainer: Trainer) -> None:

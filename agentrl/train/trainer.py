@@ -35,9 +35,10 @@ from agentrl.train.printing import log_completions
 from agentrl.train.reference import keep_reference
 from agentrl.train.reward_models import load_reward_models, place_reward_models
 from agentrl.train.schedule import Schedule
-from agentrl.train.short_log import shorten
+from agentrl.train.sharing import sharing_of, sharing_text
+from agentrl.train.short_log import say, shorten
 from agentrl.train.speed import StepClock
-from agentrl.train.step import StepRunner
+from agentrl.train.step import StepBatch, StepRunner, row_budget
 from agentrl.types import RolloutGroup, SamplingParams
 
 
@@ -147,6 +148,7 @@ class GRPOTrainer(Trainer):
             self.policy_forward, self.accelerator, self.loss_config, args.max_completion_length,
             EntropyControl(args.entropy_settings()), router_coef, args.sampler_correction(), args.token_budget,
         )  # fmt: skip
+        self._sharing_said = False
         self._writer: EpisodeWriter | None = None
         self._last_groups: tuple[RolloutGroup, ...] = ()
         self._check_prompts()
@@ -227,6 +229,8 @@ class GRPOTrainer(Trainer):
             enter_training()  # schedule-free optimizers
         self.policy_forward.probe()
         batch = self.buffer.batch(self.state.global_step)
+        if not self._sharing_said:
+            self._say_sharing(batch)
         model.train()
         entropy, saved = self.step_runner.entropy, self.state.stateful_callbacks
         assert isinstance(saved, dict)  # in every checkpoint, beside the states of callbacks
@@ -237,6 +241,14 @@ class GRPOTrainer(Trainer):
         entropy.save(saved)
         self.window["train"].add("step_time", time.perf_counter() - started)
         return loss
+
+    def _say_sharing(self, batch: StepBatch) -> None:
+        self._sharing_said = True
+        if self.accelerator.is_main_process:
+            budget = row_budget(batch.items, batch.batch_size, self.args.token_budget)
+            sharing = sharing_of(batch.items, budget, self.policy_forward.least_shared)
+            if text := sharing_text(sharing, self.policy_forward):
+                say(self, text)
 
     def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> Any:
         norm = super()._get_grad_norm(model, grad_norm)

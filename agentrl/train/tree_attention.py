@@ -84,10 +84,9 @@ class _Tree(torch.autograd.Function):
                 _folded(out, bucket, heads), _folded(lse_TH[..., None], bucket, heads, padding=torch.inf)[..., 0],
                 0.0, False, attn_mask=_bias(bucket, q, heads), scale=scale,
             )  # fmt: skip
-            to_q.index_add_(0, bucket.rows_R, _unfolded(dq, bucket))
-            flat = bucket.keys_SK.reshape(-1)
-            to_k.index_add_(0, flat, dk.transpose(1, 2).flatten(0, 1))
-            to_v.index_add_(0, flat, dv.transpose(1, 2).flatten(0, 1))
+            _add(to_q, bucket.rows_R, bucket.span, _unfolded(dq, bucket))
+            for whole, part in ((to_k, dk), (to_v, dv)):
+                _add(whole, bucket.keys_SK.reshape(-1), bucket.key_span, part.transpose(1, 2).flatten(0, 1))
         return to_q, to_k, to_v, None, None, None
 
 
@@ -110,6 +109,8 @@ def _gather(x_TnD: Tensor, bucket: Bucket, *, padding: float | None = None) -> T
 
 def _keys(x_TKD: Tensor, bucket: Bucket) -> Tensor:
     """[S, K, keys, D]"""
+    if bucket.key_span is not None:
+        return x_TKD[slice(*bucket.key_span)].unflatten(0, bucket.keys_SK.shape).transpose(1, 2)
     return x_TKD.index_select(0, bucket.keys_SK.reshape(-1)).unflatten(0, bucket.keys_SK.shape).transpose(1, 2)
 
 
@@ -121,14 +122,31 @@ def _put(whole_T: Tensor, bucket: Bucket, flat: Tensor) -> None:
         whole_T.index_copy_(0, bucket.rows_R, flat if bucket.real_R is None else flat.index_select(0, bucket.real_R))
 
 
+def _add(whole_T: Tensor, places: Tensor, span: tuple[int, int] | None, flat: Tensor) -> None:
+    if span is not None:
+        whole_T[slice(*span)] += flat
+    else:
+        whole_T.index_add_(0, places, flat)
+
+
 def _merge(out: Tensor, lse_TH: Tensor, bucket: Bucket, more: Tensor, more_lse: Tensor) -> None:
     """Softmax over both sets of keys, from softmax over each."""
-    rows = bucket.rows_R
-    before = lse_TH.index_select(0, rows)
+    part, before = _take(out, bucket), _take(lse_TH, bucket)
     lse = torch.logaddexp(before, more_lse)
-    old, new = (before - lse).exp_()[..., None], (more_lse - lse).exp_()[..., None]
-    out.index_copy_(0, rows, (out.index_select(0, rows) * old + more * new).to(out.dtype))
-    lse_TH.index_copy_(0, rows, lse)
+    old, new = before.sub_(lse).exp_()[..., None], more_lse.sub_(lse).exp_()[..., None]
+    part.mul_(old).addcmul_(more, new.to(more.dtype))
+    if bucket.span is None:
+        out.index_copy_(0, bucket.rows_R, part)
+        lse_TH.index_copy_(0, bucket.rows_R, lse)
+    else:
+        before.copy_(lse)
+
+
+def _take(whole_T: Tensor, bucket: Bucket) -> Tensor:
+    """What stands in the row for a bucket's real queries: a view where they are neighbours, else a copy."""
+    if bucket.span is not None:
+        return whole_T[slice(*bucket.span)]
+    return whole_T.index_select(0, bucket.rows_R)
 
 
 # --- heads that share keys ---

@@ -6,6 +6,7 @@ import random
 from typing import Any, Literal, get_args
 
 from agentrl.environment import Environment
+from agentrl_envs._common import call
 
 Person = Literal["anna", "bruno", "carla", "dario", "elena", "fabio"]
 Place = Literal["bakery", "castle", "harbor", "library", "museum", "school"]
@@ -24,6 +25,7 @@ class Courier(Environment):
     """
 
     run_inline = True
+    reward_range = (0.0, 1.0)
 
     def __init__(self, max_calls: int = 3) -> None:
         if max_calls < 1:
@@ -75,6 +77,11 @@ class Courier(Environment):
         if self._delivered:
             return 1.0
         return LOOKUP_REWARD if self._asked else 0.0
+
+    def _gold(self) -> dict[str, Any]:
+        if not self._asked:
+            return call("lookup", person=self._addressee)
+        return call("deliver", place=self._homes[self._addressee])
 
     def _count(self) -> None:
         self._calls += 1

@@ -6,6 +6,7 @@ import random
 from typing import Any, Literal, get_args
 
 from agentrl.environment import Environment
+from agentrl_envs._common import call
 
 Place = Literal["cave", "forest", "lake", "mill", "shrine", "tower"]
 PLACES: tuple[str, ...] = get_args(Place)
@@ -20,6 +21,7 @@ class Hunt(Environment):
     """
 
     run_inline = True
+    reward_range = (0.0, 1.0)
 
     def __init__(self, hops: int = 3, max_calls: int = 4) -> None:
         if not 1 <= hops <= len(PLACES):
@@ -61,3 +63,6 @@ class Hunt(Environment):
     def get_reward(self) -> float:
         """The share of the chain that was followed."""
         return self._solved / self._hops
+
+    def _gold(self) -> dict[str, Any]:
+        return call("search", place=self._chain[self._solved])

@@ -6,6 +6,7 @@ import random
 from typing import Any, Literal, get_args
 
 from agentrl.environment import Environment
+from agentrl_envs._common import call
 
 Bin = Literal["glass", "metal", "paper"]
 BELONGS: dict[str, str] = {"bottle": "glass", "can": "metal", "letter": "paper"}
@@ -20,6 +21,7 @@ class Recycle(Environment):
     """
 
     run_inline = True
+    reward_range = (0.0, 1.0)
 
     def __init__(self, items: int = 3) -> None:
         if items < 1:
@@ -53,3 +55,6 @@ class Recycle(Environment):
     def get_reward(self) -> float:
         """The share of the belt that is in the right bin."""
         return self._right / len(self._belt)
+
+    def _gold(self) -> dict[str, Any]:
+        return call("put", bin=BELONGS[self._belt[self._at]])
