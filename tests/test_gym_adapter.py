@@ -371,8 +371,8 @@ def test_labels_name_numbers():
 @pytest.mark.parametrize("which", ["observation_space", "action_space"])
 def test_a_space_without_a_text_form_is_named_and_what_was_built_is_closed(which):
     before = len(Recorder.closed)
-    with pytest.raises(ConfigurationError, match=r"Graph.*no text form"):
-        GymnasiumEnvironment(Recorder, **{which: spaces.Graph(spaces.Discrete(2), None)})
+    with pytest.raises(ConfigurationError, match=r"OneOf.*no text form"):
+        GymnasiumEnvironment(Recorder, **{which: spaces.OneOf([spaces.Discrete(2), spaces.Text(3)])})
     assert len(Recorder.closed) == before + 1
 
 
@@ -438,7 +438,7 @@ def test_one_gymnasium_object_cannot_serve_two_rollouts():
         (lambda: GymnasiumEnvironment(dict), "not a gymnasium.Env"),
         (lambda: GymnasiumEnvironment(3), "not 3"),
         (lambda: GymnasiumEnvironment(Recorder(), size=3), "'size' cannot be given"),
-        (lambda: GymnasiumEnvironment(Recorder, observation="pixels"), "'auto', 'text' or 'image'"),
+        (lambda: GymnasiumEnvironment(Recorder, observation="pixels"), "'auto', 'text', 'image' or 'both'"),
         (lambda: GymnasiumEnvironment(Recorder, action_tool="reset"), "not taken yet"),
         (lambda: GymnasiumEnvironment(Recorder, action_tool="two words"), "not taken yet"),
         (lambda: GymnasiumEnvironment(Recorder, action_names="ab"), "list of names"),

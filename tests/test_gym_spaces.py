@@ -220,8 +220,8 @@ def test_what_is_a_picture():
 @pytest.mark.parametrize(
     ("space", "says"),
     [
-        (spaces.Graph(spaces.Discrete(2), spaces.Discrete(2)), "Graph"),
         (spaces.OneOf([spaces.Discrete(2)]), "OneOf"),
+        (spaces.Graph(spaces.Box(0.0, 1.0, (500,)), None), r"'observation.nodes'"),
         (spaces.Box(0.0, 1.0, (1000,)), r"\(1000 numbers\)"),
         (spaces.Box(0, 255, (4, 84, 84), np.uint8), r"\(28224 numbers\)"),
         (spaces.Dict({"a": spaces.Tuple([spaces.Box(0.0, 1.0, (20, 20))])}), r"'observation.a\[0\]'"),

@@ -14,11 +14,14 @@ import gymnasium
 from gymnasium import spaces
 
 from agentrl.environment import Environment
-from agentrl.errors import ConfigurationError, EnvironmentFailed
+from agentrl.errors import ConfigurationError, EnvironmentFailed, ToolArgumentError
 from agentrl.gym import known
 from agentrl.gym.actions import action_of, wants_names
-from agentrl.gym.build import Observation, build
-from agentrl.gym.observations import check_readable, content_of, is_picture, parts_of, picture
+from agentrl.gym.build import Observation, build, is_wrapped_by
+from agentrl.gym.masks import Valid, check_can_mask, find_mask
+from agentrl.gym.observations import content_of
+from agentrl.gym.view import check_settings, view_of
+from agentrl.tool_errors import short
 from agentrl.types import Content
 
 Reward = Literal["return", "last"] | Callable[[list[float]], float]
@@ -39,9 +42,16 @@ class GymnasiumEnvironment(Environment):
         action_tool: Name of the tool.
         describe: What the first message says about the environment, instead of a known or documented line.
         observation: "text"; "image": what it renders, or its observation where that is a picture; "auto": pictures as
-            images and everything else as text. Text of a Discrete observation includes the "ansi" rendering of
-            environments built here that have one (pass render_mode=None to leave it out).
+            images and everything else as text; "both": as "auto", and what it renders. Text of a Discrete observation
+            includes the "ansi" rendering of environments built here that have one (pass render_mode=None to leave it
+            out).
         observation_names: Labels for the numbers of a one-dimensional Box, or the parts of a Tuple.
+        image_size: Pixels of a picture's longer side: it is enlarged or shrunk to it. None: as it comes.
+        action_mask: Whether the environment's mask of valid actions holds (`info["action_mask"]`, a key of that name in
+            the observation, or a method `action_masks`): they are said, and another action is answered with them and
+            without a step. False: every action is a step, and its effect is the environment's business.
+        action_repeat: Steps that one action takes, fewer where the episode ends or the mask forbids it.
+        max_times: How often a call may ask for its action at most, with an argument `times`; 1: there is none.
         reward: "return": the sum of the rewards; "last": the last one; or a function of the list of rewards.
         max_episode_steps: Steps after which the episode is cut off, instead of the registered number.
         wrappers: Put around the environment, innermost first.
@@ -80,14 +90,19 @@ class GymnasiumEnvironment(Environment):
         describe: str | None = None,
         observation: Observation = "auto",
         observation_names: Sequence[str] | None = None,
+        image_size: int | None = None,
+        action_mask: bool = False,
+        action_repeat: int = 1,
+        max_times: int = 1,
         reward: Reward = "return",
         max_episode_steps: int | None = None,
         wrappers: Sequence[Callable[[Any], Any]] = (),
         run_inline: bool | None = None,
         **make_kwargs: Any,
     ) -> None:
-        if observation not in ("auto", "text", "image"):
-            raise ConfigurationError(f"observation must be 'auto', 'text' or 'image', not {observation!r}.")
+        check_settings(observation, image_size)
+        _check_count("action_repeat", action_repeat)
+        _check_count("max_times", max_times)
         if reward not in ("return", "last") and not callable(reward):
             raise ConfigurationError(f"reward must be 'return', 'last' or a function of the rewards, not {reward!r}.")
         if not isinstance(action_tool, str) or not action_tool.isidentifier() or hasattr(type(self), action_tool):
@@ -96,9 +111,10 @@ class GymnasiumEnvironment(Environment):
         self._own(built)
         self._env: gymnasium.Env[Any, Any] = built
         try:
-            self._observation = observation
-            self._reward = reward
-            self._prepare(action_names, action_tool, describe, observation_names)
+            self._reward, self._repeat, self._max_times = reward, action_repeat, max_times
+            self._masked, self._valid = action_mask, None
+            self._view = view_of(built, observation, observation_names, image_size)
+            self._prepare(action_names, action_tool, describe)
             self.run_inline = self._cheap() if run_inline is None else run_inline
         except BaseException:
             if built is not env:
@@ -115,10 +131,18 @@ class GymnasiumEnvironment(Environment):
                 "dataset. Drop the column."
             )
         kwargs: dict[str, Any] = {"options": given} if given else {}
-        observation, _ = self._env.reset(seed=None if seed is None else int(seed), **kwargs)
+        observation, info = self._env.reset(seed=None if seed is None else int(seed), **kwargs)
         self._rewards: list[float] = []
         self._started, self.done, self._over = True, False, ""
-        return content_of([*self._opening, *self._shown(observation)])
+        self._valid = self._read_mask(observation, info)
+        if self._masked and self._valid is None:
+            raise ConfigurationError(
+                f"action_mask=True, but {self._title} gives no mask: neither info['action_mask'] nor an observation of "
+                "that name nor a method action_masks()."
+            )
+        start = known.known(self._env.unwrapped).start
+        begin = [start(self._env.unwrapped)] if start is not None else []
+        return content_of([*self._opening, *begin, *self._shown(observation)])
 
     def get_reward(self) -> float:
         """The episode's score, by default the sum of its rewards."""
@@ -134,98 +158,117 @@ class GymnasiumEnvironment(Environment):
             _owners.pop(env.unwrapped, None)
             env.close()
 
-    def _step(self, action: Any) -> Content:
+    def _step(self, action: Any, times: Any = 1) -> Content:
         if not self._started:
             raise EnvironmentFailed(f"{self._title} was not reset.", stage="tool")
         if self.done:
             return self._over
         value = self._action.decode(action)
-        try:
-            observation, reward, terminated, truncated, _ = self._env.step(value)
-            self._rewards.append(float(reward))
-            parts = self._shown(observation)
-        except Exception as error:  # the action was valid: this is not the model's mistake
-            raise EnvironmentFailed(
-                f"{self._title}.step() failed: {type(error).__name__}: {error}", stage="tool"
-            ) from error
-        if terminated or truncated:
-            steps = f"{len(self._rewards)} step{'s' if len(self._rewards) != 1 else ''}"
-            why = f"it ended after {steps}" if terminated else f"it was cut off after {steps}"
-            self._over = f"The episode is over: {why}. Total reward: {sum(self._rewards):g}."
-            self.done = True
-            parts.append(self._over)
-        return content_of(parts)
+        if not isinstance(times, int) or isinstance(times, bool) or not 1 <= times <= self._max_times:
+            raise ToolArgumentError(
+                f"No step was taken: 'times' should be a whole number from 1 to {self._max_times}, not {short(times)}."
+            )
+        if self._valid is not None:
+            self._valid.check(value)
+        return content_of(self._advance(value, self._repeat * times))
 
-    # --- how it is shown ---
-    def _prepare(
-        self,
-        action_names: Sequence[str] | None,
-        action_tool: str,
-        describe: str | None,
-        observation_names: Sequence[str] | None,
-    ) -> None:
+    def _advance(self, value: Any, steps: int) -> list[Any]:
+        """What is seen after so many steps, or fewer, with what ended them."""
+        observation, terminated = self._once(value)
+        taken = 1
+        while taken < steps and not self.done and (self._valid is None or self._valid.allows(value)):
+            observation, terminated = self._once(value)
+            taken += 1
+        try:
+            parts = self._shown(observation)
+        except Exception as error:
+            raise self._failed(error) from error
+        if self.done:
+            count = len(self._rewards)
+            why = f"it {'ended' if terminated else 'was cut off'} after {count} step{'' if count == 1 else 's'}"
+            self._over = f"The episode is over: {why}. Total reward: {sum(self._rewards):g}."
+            return [*parts, self._over]
+        if taken < steps:
+            parts.append(f"Only {taken} of {steps} steps were taken: the action is not possible any more.")
+        return parts
+
+    def _once(self, value: Any) -> tuple[Any, bool]:
+        """(observation, terminated) of one step."""
+        try:
+            observation, reward, terminated, truncated, info = self._env.step(value)
+            self._rewards.append(float(reward))
+            self.done = bool(terminated or truncated)
+            self._valid = None if self.done else self._read_mask(observation, info)
+        except EnvironmentFailed:
+            raise
+        except Exception as error:  # the action was valid: this is not the model's mistake
+            raise self._failed(error) from error
+        return observation, bool(terminated)
+
+    def _failed(self, error: Exception) -> EnvironmentFailed:
+        return EnvironmentFailed(f"{self._title}.step() failed: {type(error).__name__}: {error}", stage="tool")
+
+    def _read_mask(self, observation: Any, info: Any) -> Valid | None:
+        """The actions that are possible now; None where all are, and where masks do not hold."""
+        mask = find_mask(self._env, observation, info) if self._masked else None
+        if mask is None:
+            return None
+        space, names = self._recipe_of_action
+        assert isinstance(space, spaces.Discrete)
+        return Valid.of(mask, space, names)
+
+    def _shown(self, observation: Any) -> list[Any]:
+        parts = self._view.parts(self._env, observation)
+        return parts if self._valid is None else [*parts, f"Possible actions: {self._valid.said}."]
+
+    # --- how it is called ---
+    def _prepare(self, action_names: Sequence[str] | None, action_tool: str, describe: str | None) -> None:
         env, inner = self._env, self._env.unwrapped
         space = env.action_space
         if isinstance(action_names, str):
             raise ConfigurationError(f"action_names must be a list of names, not the text {action_names!r}.")
         if action_names is None and wants_names(space):
             assert isinstance(space, spaces.Discrete)
-            same = space == inner.action_space and not _has(env, gymnasium.ActionWrapper)  # numbers mean the same
+            wrapped = is_wrapped_by(env, gymnasium.ActionWrapper)
+            same = space == inner.action_space and not wrapped  # numbers mean the same
             action_names = known.action_names(inner if same else None, int(space.n))
+        if self._masked:
+            check_can_mask(space)
         self._action, self._recipe_of_action = action_of(space, action_names), (space, action_names)
-        same = env.observation_space == inner.observation_space and not _has(env, gymnasium.ObservationWrapper)
-        facts = known.known(inner if same else None)
-        self._state = facts.state
-        self._labels = tuple(observation_names) if observation_names is not None else facts.numbers
-        self._check_observation(observation_names)
         name = env.spec.name if env.spec is not None else type(inner).__name__.removesuffix("Env")
         self._title = name
-        line = describe if describe is not None else known.about(inner)
-        self._opening = [
-            f"{name}: {line}" if line else f"You act in {name}.",
-            f"Call {action_tool} with an action, {self._action.summary}.",
-        ]
+        self._opening = self._introduction(action_tool, known.about(inner) if describe is None else describe)
         reset = inspect.signature(inner.reset).parameters.values()
         self._takes_options = any(p.name == "options" or p.kind is p.VAR_KEYWORD for p in reset)
         self._rewards = []
         self._started, self.done, self._over = False, False, ""
-        parameters = {"type": "object", "properties": {"action": self._action.schema}, "required": ["action"]}
+        properties = {"action": self._action.schema}
+        if self._max_times > 1:
+            properties["times"] = {
+                "type": "integer", "minimum": 1, "maximum": self._max_times,
+                "description": "How many times in a row; 1 if it is left out.",
+            }  # fmt: skip
+        parameters = {"type": "object", "properties": properties, "required": ["action"]}
         description = f"Take one step in {name} and see what happens."
+        if self._repeat * self._max_times > 1:
+            description = f"Take steps in {name} and see what happens."
         schema = {"name": action_tool, "description": description, "parameters": parameters}
         self.__class__ = _class_with_tool(type(self), _identifier(name), json.dumps(schema))
 
-    def _check_observation(self, names: Sequence[str] | None) -> None:
-        env, space = self._env, self._env.observation_space
-        rendered = self._observation == "image" and not is_picture(space)
-        if rendered and env.render_mode != "rgb_array":
-            raise ConfigurationError(
-                f"observation='image' needs an environment that renders: build it with render_mode='rgb_array' "
-                f"(it has {env.render_mode!r})."
-            )
-        self._rendered = rendered
-        if not rendered:
-            check_readable(space, self._observation != "text")
-        if names is None:
-            return
-        size = len(space.spaces) if isinstance(space, spaces.Tuple) else (space.shape or (0,))[0]
-        if len(names) != size or isinstance(names, str):
-            raise ConfigurationError(f"observation_names must be {size} names for {space!s:.200}, not {names!r:.200}.")
-
-    def _shown(self, observation: Any) -> list[Any]:
-        env, parts = self._env, []
-        if self._rendered:
-            return [picture(env.render())]
-        if env.render_mode == "ansi":
-            text = env.render()
-            parts.append(known.plain(text if isinstance(text, str) else str(text)))
-        if self._state is not None:
-            parts.append(self._state(env.unwrapped, observation))
-        else:
-            parts += parts_of(env.observation_space, observation, self._labels, pictures=self._observation != "text")
-        return parts
+    def _introduction(self, tool: str, line: str) -> list[str]:
+        """What the first message says before anything is seen."""
+        also = f" Each call takes it {self._repeat} times in a row." if self._repeat > 1 else ""
+        if self._max_times > 1:
+            also += f" With times, up to {self._max_times}, it is repeated as often."
+        legend = known.known(self._env.unwrapped).legend if self._view.state is not None and self._view.observed else ""
+        return [
+            f"{self._title}: {line}" if line else f"You act in {self._title}.",
+            *([legend] if legend else []),
+            f"Call {tool} with an action, {self._action.summary}.{also}",
+        ]
 
     def _cheap(self) -> bool:
-        return known.is_cheap(self._env.unwrapped) and not self._rendered
+        return known.is_cheap(self._env.unwrapped) and not self._view.rendered
 
     def _own(self, env: gymnasium.Env[Any, Any]) -> None:
         owner = _owners.get(env.unwrapped)
@@ -266,13 +309,9 @@ class _Closed(gymnasium.Env[Any, Any]):
 _CLOSED = _Closed()
 
 
-def _has(env: Any, kind: type) -> bool:
-    """True where a wrapper of this kind is around the environment."""
-    while isinstance(env, gymnasium.Wrapper):
-        if isinstance(env, kind):
-            return True
-        env = env.env
-    return False
+def _check_count(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigurationError(f"{name} must be a whole number of at least 1, not {value!r:.80}.")
 
 
 def _identifier(name: str) -> str:
@@ -285,9 +324,13 @@ def _class_with_tool(base: type, name: str, schema: str) -> type:
     """A subclass with the tool: tools are found on classes, and this one is known once the environment is built."""
     function = json.loads(schema)
 
-    def act(self: GymnasiumEnvironment, action) -> Content:
+    def once(self: GymnasiumEnvironment, action) -> Content:
         return self._step(action)
 
+    def repeated(self: GymnasiumEnvironment, action, times=1) -> Content:
+        return self._step(action, times)
+
+    act = repeated if "times" in function["parameters"]["properties"] else once
     act.__name__ = function["name"]
     act.__qualname__ = f"{name}.{function['name']}"
     act.__doc__ = function["description"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import gymnasium
 from gymnasium import spaces
@@ -11,9 +11,11 @@ from gymnasium.envs.registration import EnvSpec
 
 from agentrl.errors import ConfigurationError
 from agentrl.gym.observations import is_picture
+from agentrl.gym.packages import keep_quiet
 from agentrl.registry import gymnasium_spec
 
-Observation = Literal["auto", "text", "image"]
+Observation = Literal["auto", "text", "image", "both"]
+MODES: tuple[str, ...] = get_args(Observation)
 
 
 def build(
@@ -40,9 +42,13 @@ def build(
     if isinstance(source, (str, EnvSpec)):
         spec = gymnasium_spec(source) if isinstance(source, str) else source
         limit = {"max_episode_steps": max_episode_steps} if max_episode_steps is not None else {}
+        # Gymnasium's checker warns on the terminal of what `check_environment` reports
+        kwargs = {"disable_env_checker": True, **limit, **make_kwargs}
+        keep_quiet()
 
         def make(**more: Any) -> gymnasium.Env[Any, Any]:
-            made = _called(lambda: gymnasium.make(spec, **limit, **make_kwargs, **more), f"'{spec.id}'")
+            made = _called(lambda: gymnasium.make(spec, **kwargs, **more), f"'{spec.id}'")
+            keep_quiet()  # of what it has imported
             return _wrapped(made, source, None, wrappers)
 
         return _rendering(make, observation, "render_mode" in make_kwargs)
@@ -60,9 +66,9 @@ def _rendering(
 ) -> gymnasium.Env[Any, Any]:
     env = make()
     space, mode = env.observation_space, None
-    if observation == "image" and not is_picture(space):
+    if observation in ("image", "both") and not is_picture(space):
         mode = "rgb_array"
-    elif observation != "image" and isinstance(space, spaces.Discrete):
+    elif observation in ("auto", "text") and isinstance(space, spaces.Discrete):
         mode = "ansi"
     if chosen or mode is None or mode == env.render_mode or mode not in env.metadata.get("render_modes", ()):
         return env
@@ -93,3 +99,12 @@ def _wrapped(
     if not isinstance(env, gymnasium.Env):
         raise ConfigurationError(f"A wrapper of {source} gave {env!r:.80}, which is not a gymnasium.Env.")
     return env
+
+
+def is_wrapped_by(env: Any, kind: type) -> bool:
+    """True where a wrapper of this kind is around the environment."""
+    while isinstance(env, gymnasium.Wrapper):
+        if isinstance(env, kind):
+            return True
+        env = env.env
+    return False

@@ -1,4 +1,4 @@
-"""What is known about Gymnasium's own environments that their spaces do not say: names of actions and numbers."""
+"""What is known about environments of Gymnasium, MiniGrid and Atari that their spaces do not say: names, and texts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from agentrl.gym import minigrid
 
 _CHEAP = ("gymnasium.envs.toy_text.", "gymnasium.envs.classic_control.")  # a step takes microseconds of pure CPU
 _ABOUT_CHARS = 240
@@ -20,7 +22,10 @@ class Known:
     about: str | Callable[[Any], str]
     actions: tuple[str, ...] = ()
     numbers: tuple[str, ...] = ()
-    state: Callable[[Any, Any], str] | None = None  # (unwrapped environment, observation) -> sentence
+    state: Callable[[Any, Any], str] | None = None  # (unwrapped environment, observation) -> what is seen
+    legend: str = ""  # to read `state` with
+    start: Callable[[Any], str] | None = None  # unwrapped environment -> what is to be done in this episode
+    beside: Callable[[Any], str] | None = None  # unwrapped environment -> what an observation as a picture lacks
 
 
 def _on_grid(env: Any, observation: Any) -> str:
@@ -45,6 +50,18 @@ def _in_taxi(env: Any, observation: Any) -> str:
 def _at_table(env: Any, observation: Any) -> str:
     own, dealer, ace = (int(part) for part in observation)
     return f"Your sum is {own}, the dealer shows {dealer}, you have {'a' if ace else 'no'} usable ace."
+
+
+def _on_console(env: Any) -> str:
+    frames = env._frameskip if isinstance(env._frameskip, int) else f"{env._frameskip[0]} or more"
+    sticky = float(env.ale.getFloat("repeat_action_probability"))
+    again = f" With probability {sticky:g} the console repeats the last action instead." if sticky else ""
+    return f"An Atari 2600 game: get a high score. A step lasts {frames} frame{'' if frames == 1 else 's'}.{again}"
+
+
+def _lives(env: Any) -> str:
+    lives = env.ale.lives()
+    return f"Lives: {lives}." if lives else ""
 
 
 _CAR = ("position", "velocity")
@@ -95,14 +112,23 @@ _KNOWN = {
         ("negative", "none", "positive"),
         ("cos angle 1", "sin angle 1", "cos angle 2", "sin angle 2", "angular velocity 1", "angular velocity 2"),
     ),
+    "MiniGridEnv": Known(
+        minigrid.about,
+        state=minigrid.seen,
+        legend=minigrid.LEGEND,
+        start=minigrid.mission,
+        beside=minigrid.situation,
+    ),
+    "AtariEnv": Known(_on_console, beside=_lives),
 }
+_HOMES = ("gymnasium.envs.", "minigrid.", "ale_py.")
 _NOTHING = Known("")
 
 
 def known(env: Any) -> Known:
-    """What is known about an unwrapped environment, also about a subclass of one of Gymnasium's own."""
+    """What is known about an unwrapped environment, also about a subclass of a known one."""
     for cls in type(env).__mro__:
-        if cls.__module__.startswith("gymnasium.envs.") and cls.__name__ in _KNOWN:
+        if cls.__module__.startswith(_HOMES) and cls.__name__ in _KNOWN:
             return _KNOWN[cls.__name__]
     return _NOTHING
 

@@ -25,12 +25,24 @@ def is_picture(space: spaces.Space[Any]) -> bool:
     return (len(shape) == 3 and shape[2] in (1, 3, 4)) or (len(shape) == 2 and shape[0] * shape[1] > _MOST_NUMBERS)
 
 
-def picture(array: Any) -> Any:
-    """A PIL image of its own, which the environment cannot change any more."""
+def picture(array: Any, size: int | None = None) -> Any:
+    """A PIL image of its own, which the environment cannot change any more.
+
+    With a size, its longer side has that many pixels: smaller pictures are enlarged with hard edges, larger ones
+    averaged.
+
+    >>> picture(np.zeros((2, 4, 3), np.uint8), 8).size
+    (8, 4)
+    """
     from PIL import Image
 
     array = np.array(array, dtype=np.uint8)
-    return Image.fromarray(array[:, :, 0] if array.ndim == 3 and array.shape[2] == 1 else array)
+    image = Image.fromarray(array[:, :, 0] if array.ndim == 3 and array.shape[2] == 1 else array)
+    longer = max(image.size)
+    if size is None or size == longer:
+        return image
+    width, height = (max(1, round(side * size / longer)) for side in image.size)
+    return image.resize((width, height), Image.Resampling.NEAREST if size > longer else Image.Resampling.BOX)
 
 
 def check_readable(space: spaces.Space[Any], pictures: bool, path: str = "observation") -> None:
@@ -39,7 +51,12 @@ def check_readable(space: spaces.Space[Any], pictures: bool, path: str = "observ
     Raises:
         ConfigurationError: naming the space that has no text form.
     """
-    if isinstance(space, (spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary, spaces.Text)):
+    if isinstance(space, (spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)) or _is_text(space):
+        return
+    if isinstance(space, spaces.Graph):
+        for name, sub in (("nodes", space.node_space), ("edges", space.edge_space)):
+            if sub is not None:
+                check_readable(sub, pictures, f"{path}.{name}")
         return
     if isinstance(space, spaces.Dict):
         for key, sub in space.spaces.items():
@@ -64,7 +81,7 @@ def check_readable(space: spaces.Space[Any], pictures: bool, path: str = "observ
 
 
 def parts_of(
-    space: spaces.Space[Any], value: Any, labels: Sequence[str] = (), *, pictures: bool = True
+    space: spaces.Space[Any], value: Any, labels: Sequence[str] = (), *, pictures: bool = True, size: int | None = None
 ) -> Iterator[Part]:
     """The observation in lines of text and images, in order.
 
@@ -76,20 +93,38 @@ def parts_of(
         ['a: 2', 'b: hi']
     """
     if pictures and is_picture(space):
-        yield picture(value)
+        yield picture(value, size)
     elif isinstance(space, spaces.Dict):
         for key, sub in space.spaces.items():
-            yield from _labelled(str(key), list(parts_of(sub, value[key], pictures=pictures)))
+            yield from _labelled(str(key), list(parts_of(sub, value[key], pictures=pictures, size=size)))
     elif isinstance(space, spaces.Tuple) and not _flat(space):
         for index, sub in enumerate(space.spaces):
             name = labels[index] if labels else str(index)
-            yield from _labelled(name, list(parts_of(sub, value[index], pictures=pictures)))
+            yield from _labelled(name, list(parts_of(sub, value[index], pictures=pictures, size=size)))
     elif isinstance(space, spaces.Sequence) and not space.stack and not _plain(space.feature_space):
         yield f"{len(value)} items"
         for index, one in enumerate(value):
-            yield from _labelled(str(index), list(parts_of(space.feature_space, one, pictures=pictures)))
+            yield from _labelled(str(index), list(parts_of(space.feature_space, one, pictures=pictures, size=size)))
+    elif isinstance(space, spaces.Graph):
+        yield from _graph(space, value)
     else:
         yield _line(value, labels)
+
+
+def _is_text(space: spaces.Space[Any]) -> bool:
+    """True for Text, and for spaces of strings that packages define (MiniGrid's missions)."""
+    return isinstance(space, spaces.Text) or (space.dtype is not None and space.dtype.kind == "U")
+
+
+def _graph(space: spaces.Graph, value: Any) -> Iterator[str]:
+    """The nodes, then the edges with their ends."""
+    edges = [] if value.edge_links is None else [(int(one), int(two)) for one, two in value.edge_links]
+    yield f"graph of {len(value.nodes)} nodes and {len(edges)} edges"
+    for index, node in enumerate(value.nodes):
+        yield f"node {index}: {_line(node)}"
+    for index, (one, two) in enumerate(edges):
+        carried = "" if value.edges is None or space.edge_space is None else f": {_line(value.edges[index])}"
+        yield f"edge {one} -> {two}{carried}"
 
 
 def _plain(space: spaces.Space[Any]) -> bool:
