@@ -17,7 +17,9 @@ import sys
 from collections import Counter, defaultdict
 from pathlib import Path
 
+import gymnasium
 import pytest
+from agentrl_envs import register_all
 from agentrl_envs.coding import Coding
 from agentrl_envs.coding.tasks import EMPTY, KINDS, Task, make_task
 from agentrl_envs.data import Data, is_right
@@ -29,14 +31,16 @@ from agentrl_envs.shell.scripts import SCRIPTS
 from agentrl_envs.shell.tasks import TASKS
 from agentrl_envs.shell.tasks import make_task as shell_task
 
-from agentrl import Outcome, RolloutEngine, RolloutSettings, check_environment
-from agentrl.errors import SandboxError
+from agentrl import Outcome, RolloutEngine, RolloutSettings, check_environment, make
+from agentrl.environment import discover_tools
+from agentrl.errors import SandboxError, SandboxUnavailable
 from agentrl.pool import EnvironmentPool
 from agentrl.rollout.group import GroupPlan, play_and_close
 from agentrl.rollout.scoring import Scorer
 from agentrl.sampler.scripted import ScriptedSampler
 from agentrl.sandbox import episode as sandboxes
-from agentrl.sandbox.docker_engine import engine_problem
+from agentrl.sandbox import image
+from agentrl.sandbox.docker_engine import connect, engine_problem
 from agentrl.testing import gold_episode
 from agentrl.types import Task as Row
 
@@ -191,6 +195,15 @@ def test_an_environment_whose_sandbox_died_opens_another_at_its_next_reset(shell
     assert gold(shell, seed=1)[2] == 1.0
 
 
+@each
+def test_without_a_sandbox_the_first_reset_says_what_is_missing(env_class, monkeypatch):
+    monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere/docker.sock")
+    env = env_class(backend="docker")  # building one opens nothing
+    with pytest.raises(SandboxUnavailable, match="No Docker engine answers at unix:///nowhere"):
+        env.reset(seed=0)
+    env.close()
+
+
 # --- coding: the tasks -----------------------------------------------------------------
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("depth", [1, 3, 6])
@@ -264,7 +277,9 @@ CHEATS = {
         "import unittest\nunittest.TestCase.assertEqual = lambda *a: None\n"
         "unittest.TestResult.wasSuccessful = lambda self: True\ndef solve(x): return None"
     ),
-    "forged results": f"import os\nfor fd in range(9):\n try: os.write(fd, b'''\\n{FORGED}\\n''')\n except OSError: pass",
+    "forged results": (
+        f"import os\nfor fd in range(9):\n try: os.write(fd, b'''\\n{FORGED}\\n''')\n except OSError: pass"
+    ),
     "equal to everything": "class X(str):\n __eq__ = lambda s, o: True\n __hash__ = None\ndef solve(x): return X('?')",
     "written reward": "open('/work/score', 'w').write('1')\nopen('/work/reward.txt', 'w').write('1')",
 }  # fmt: skip
@@ -291,7 +306,8 @@ def test_coding_planted_files_and_processes_reach_no_verdict(coding):
 LOOK = """
 import glob, os, subprocess
 seen = [repr(dict(os.environ))]
-for path in [*glob.glob('/work/**', recursive=True), *glob.glob('/tmp/**', recursive=True), *glob.glob('/proc/*/cmdline')]:
+paths = glob.glob('/work/**', recursive=True) + glob.glob('/tmp/**', recursive=True)
+for path in paths + glob.glob('/proc/*/cmdline'):
     try: seen.append(path + ': ' + open(path, errors='replace').read(4000))
     except OSError: pass
 for command in ('git -C /work log -p', 'find / -name .git', 'find / -iname "*agentrl*" -not -path "/proc/*"',
@@ -389,7 +405,7 @@ def test_no_hidden_output_of_a_script_is_shown_or_another_s():
     for seed in range(200):
         made = shell_task(seed, "fix", 12, 2)
         outputs = [made.files["expected.txt"], *(expected for _, expected in made.goal.runs)]
-        assert len(set(outputs)) == 4 and len(set(made.files)) == 12
+        assert len({output.strip() for output in outputs}) == 4 and len(set(made.files)) == 12
 
 
 def test_shell_partial_rewards_by_hand(shell):
@@ -433,9 +449,13 @@ def test_shell_cheats_get_nothing(shell):
     fix = "cat > report.py <<'END'\n{}\nEND"
     cheats = {
         "early exit 0": ("fix", fix.format("import sys; sys.exit(0)")),
-        "prints the shown output": ("fix", "printf 'print(\"\"\"%s\"\"\")' \"$(cat expected.txt)\" > report.py"),
+        "prints the shown output": ("fix", 'printf \'print("""%s""")\' "$(cat expected.txt)" > report.py'),
         "reads the shown output": ("fix", fix.format("print(open('/work/expected.txt').read())")),
         "a module beside the script": ("fix", "cat > report.py <<< 'import help'; cat > help.py <<< 'print(1)'"),
+        "another file that does it": (
+            "fix",
+            fix.format("exec(open('/work/other.py').read())") + f"\ncat > other.py <<'END'\n{SCRIPTS[1].source}END",
+        ),
         "written reward": ("fix", "echo 1 > score; echo 1.0 > reward.txt"),
         "a link": ("count", "ln -s /etc/hostname answer.txt"),
         "a pipe": ("count", "mkfifo answer.txt"),
@@ -502,11 +522,17 @@ def answer_of(text, tables):
     kept = [o for o in kept if city in ("", o["c"]["city"])]
     worth = lambda o: float(o["p"]["price"]) * o["n"]  # noqa: E731
 
-    def best(key, value):
-        sums = defaultdict(float)
+    def sums(key, value):
+        found = defaultdict(float)
         for order in kept:
-            sums[key(order)] += value(order)
-        return max(sums, key=lambda name: sums[name]), sums
+            found[key(order)] += value(order)
+        return found
+
+    def best(key, value):
+        found = sums(key, value)
+        first, *others = sorted(found.values(), reverse=True)
+        assert not others or first > others[0] + 0.001, "the answer is in doubt"
+        return max(found, key=lambda name: found[name])
 
     match text.split("?")[0].split()[:6]:
         case ["How", "many", "different", "customers", "ordered", _]:
@@ -532,23 +558,23 @@ def answer_of(text, tables):
         case ["How", "much", *_]:
             return sum(map(worth, kept))
         case ["The", "customers", "of", "which", "city", _]:
-            return best(lambda o: o["c"]["city"], worth)[0]
+            return best(lambda o: o["c"]["city"], worth)
         case ["What", "is", "the", "name", "of", "the"]:
-            return best(lambda o: o["c"]["name"], lambda o: o["n"])[0]
+            return best(lambda o: o["c"]["name"], lambda o: o["n"])
         case ["In", "which", "month", *_]:
-            return best(lambda o: o["day"][5:7], lambda o: o["n"])[0]
+            return best(lambda o: o["day"][5:7], lambda o: o["n"])
         case ["Take", "the", *_]:
-            sums = best(lambda o: o["c"]["id"], worth)[1].values()
-            return sum(value > sum(sums) / len(sums) for value in sums)
+            spent = sums(lambda o: o["c"]["id"], worth).values()
+            return sum(value > sum(spent) / len(spent) for value in spent)
     raise AssertionError(text)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
 def test_data_answers_by_a_second_implementation(depth):
     asked = set()
-    for seed in range(60):
+    for seed in range(100):
         rng = random.Random(seed)
-        tables = make_tables(rng, 20 + 5 * seed)
+        tables = make_tables(rng, 20 + 20 * (seed % 20))
         question = make_question(tables, depth, rng)
         told = answer_of(question.text, read_tables(as_files(tables, "csv")))
         assert is_right(str(told), question.answer), (question, told)
@@ -598,9 +624,16 @@ def test_data_answers_are_compared_as_values(text, answer, right):
 
 
 # --- Docker ----------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def default_image():
+    with contextlib.closing(connect()) as client:
+        if not client.images(image.DEFAULT_IMAGE):
+            image.build_image()
+
+
 @engine
 @each
-def test_gold_gets_the_top_reward_on_docker(env_class):
+def test_gold_gets_the_top_reward_on_docker(env_class, default_image):
     rows = {Coding: [{}], Shell: [{"task": "fix"}, {"task": "sum"}], Data: [{"form": "csv"}, {"form": "sqlite"}]}
     for row in rows[env_class]:
         assert gold_episode(functools.partial(env_class, backend="docker"), row, seed=7).reward == 1.0
@@ -644,3 +677,17 @@ def test_a_page_lists_every_knob_with_its_default_and_range(env_class):
         words = isinstance(allowed[0], str)
         wanted = ", ".join(f'"{word}"' for word in allowed) if words else f"{allowed[0]} to {allowed[-1]}"
         assert told == wanted, name
+
+
+def test_the_page_of_ready_environments_has_each_with_its_tools_and_knobs():
+    text = (Path(__file__).parent.parent / "docs" / "environments-ready.md").read_text()
+    register_all()
+    ids = {id for id in gymnasium.registry if id.startswith("agentrl/")}
+    assert ids == set(re.findall(r"`(agentrl/\w+-v0)`", text))
+    rows = re.findall(r"^\| \[`(agentrl/\w+-v0)`\]\(.*?\) \| .*? \| (.*?) \| (.*?) \| (.*?) \|", text, re.MULTILINE)
+    assert len(rows) == len(ids) - 3
+    for id, tools, reward, knobs in rows:
+        env = make(id)
+        assert re.findall(r"\w+", tools) == list(discover_tools(env)), id
+        assert reward == "{:g} to {:g}".format(*env.reward_range), id
+        assert re.findall(r"\w+", knobs) == [n for n in inspect.signature(type(env)).parameters if n != "backend"], id

@@ -18,6 +18,9 @@ def register_all() -> None:
     register("agentrl/Game2048-v0", "agentrl_envs.game_2048:Game2048")
     register("agentrl/TicTacToe-v0", "agentrl_envs.tictactoe:TicTacToe")
     register("agentrl/Connect4-v0", "agentrl_envs.connect4:Connect4")
+    register("agentrl/Coding-v0", "agentrl_envs.coding:Coding")
+    register("agentrl/Shell-v0", "agentrl_envs.shell:Shell")
+    register("agentrl/Data-v0", "agentrl_envs.data:Data")
     register("agentrl/Retrieval-v0", "agentrl_envs.retrieval:Retrieval")
 
 
