@@ -45,9 +45,11 @@ def block_mask(layout: Layout, window: int | None) -> BlockMask:
     if key not in layout.kept:
         ends, positions = (torch.tensor(values, device=layout.device) for values in _ends_and_positions(layout))
 
+        reach = None if window is None else torch.tensor(window, device=layout.device)  # a number would be compiled in
+
         def sees(batch: Tensor, head: Tensor, query: Tensor, at: Tensor) -> Tensor:
             seen = (at <= query) & (query < ends[at])
-            return seen if window is None else seen & (positions[query] - positions[at] < window)
+            return seen if reach is None else seen & (positions[query] - positions[at] < reach)
 
         total = len(positions)
         layout.kept[key] = create_block_mask(sees, None, None, total, total, device=layout.device.type)
