@@ -28,7 +28,9 @@ def json_safe(value: Any, depth: int = 0) -> Any:
         return safe_float(value)
     if depth >= _MAX_DEPTH:
         return {"type": "object", "class": kind.__name__, "repr": f"<nested more than {_MAX_DEPTH} deep>"}
-    if isinstance(value, Mapping):
+    if kind is list or kind is tuple:
+        return [json_safe(item, depth + 1) for item in value]
+    if kind is dict or isinstance(value, Mapping):
         safe = {key if type(key) is str else str(key): json_safe(item, depth + 1) for key, item in value.items()}
         # An image block and its image are one thing: {"type": "image", "image": <picture>} needs one dict, not two.
         picture = safe.get("image")

@@ -23,7 +23,8 @@ def train(job: dict[str, Any], folder: Path, world: int) -> dict[str, Any]:
 
     A job has `groups`, `size`, `truncated` (places), `quiet` (prompts whose rewards are equal), `engine` (the real
     sampler instead of fixed rollouts), `log_prob` (as recorded for each token), `reward_model` (one beside the fixed
-    rewards), `adapter` (a ready one is trained) and `args` (changes of the config).
+    rewards), `adapter` (a ready one is trained), `least` (tokens that a shared beginning saves; on each rank) and
+    `args` (changes of the config).
     """
     samples = kit.fixed(job["groups"], job["size"], truncated=job.get("truncated", ()))
     table = dict(samples.table)
@@ -41,14 +42,32 @@ def train(job: dict[str, Any], folder: Path, world: int) -> dict[str, Any]:
         model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False))
     before = kit.weights(model)
     trainer = kit.trainer(model, samples, kit.config(folder, **batch, **job["args"]), **engine)
+    if "least" in job:
+        trainer.policy_forward.probe()
+        trainer.policy_forward.least_shared = job["least"][trainer.accelerator.process_index]
+    rows = _count_rows(trainer)
     trainer.train()
     out = {
         "weights": kit.weights(model), "moved": float((kit.weights(model) - before).norm()),
         "log": trainer.state.log_history, "calls": samples.calls,
         "eval": trainer.evaluate() if job.get("engine") else {}, "plans": [plan.id for plan in trainer.group_plans(0)],
+        "rows": rows,
     }  # fmt: skip
     trainer.close()
     return out
+
+
+def _count_rows(trainer: Any) -> list[int]:
+    """Trained tokens of each row that will be run forward and backward."""
+    rows: list[int] = []
+    plain = trainer.step_runner._train
+
+    def count(model: Any, row: Any, *args: Any, **kwargs: Any) -> Any:
+        rows.append(len(row.targets_N))
+        return plain(model, row, *args, **kwargs)
+
+    trainer.step_runner._train = count
+    return rows
 
 
 def main() -> None:

@@ -145,8 +145,8 @@ def test_dropout_of_the_policy_is_not_in_the_reference(tmp_path: Path):
     made = kit.trainer(kit.policy(attention_dropout=0.5), kit.fixed(), kit.config(tmp_path, beta=0.5))
     made.policy_forward.probe()
     made.model.train()
-    items = [item for part in made.buffer._play(0) for item in part]
-    again = [item for part in made.buffer._play(0) for item in part]
+    items = [item for part in made.buffer._play(0) for item in part.items]
+    again = [item for part in made.buffer._play(0) for item in part.items]
     made.close()
     assert all(torch.equal(a.ref_N, b.ref_N) for a, b in zip(items, again, strict=True))
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,7 @@ from agentrl.errors import ConfigurationError, SandboxError, SandboxFileError, S
 from agentrl.sandbox import Sandbox, SandboxSpec, open_sandbox
 from agentrl.sandbox import open as opening
 from agentrl.sandbox.bubblewrap import box as box_module
-from agentrl.sandbox.bubblewrap import holder, layout, lease
+from agentrl.sandbox.bubblewrap import cgroup, holder, layout, lease
 from tests import sandbox_kit as kit
 from tests.sandbox_abuse import host_listeners, py
 from tests.sandbox_kit import AS_ROOT, new
@@ -78,11 +79,80 @@ def test_commands_that_cannot_start_are_results(box: Sandbox) -> None:
         ({"argv": ["ls"], "max_output_bytes": -1}, "max_output_bytes -1"),
         ({"argv": ["ls"], "env": {"A=B": "c"}}, "'A=B' is no name"),
         ({"argv": ["ls"], "env": {"A": 1}}, "A must be a text"),
+        ({"argv": (word for word in ["ls"])}, "argv must be a list of str"),
+        ({"argv": ["ls"], "cwd": "/work\0--bind\0/root\0/tmp"}, "cwd must be a path"),
     ],
 )
 def test_arguments_that_cannot_work_are_named(box: Sandbox, arguments: dict[str, object], text: str) -> None:
     with pytest.raises(ConfigurationError, match=text):
         box.exec(**arguments)  # type: ignore[arg-type]
+
+
+def test_a_command_line_of_any_length_is_a_result(box: Sandbox) -> None:
+    for argv in (["echo", "x" * 131072], ["echo", *(["x" * 1000] * 4000)]):
+        refused = box.exec(argv)
+        assert (refused.reason, refused.exit_code, refused.stderr) == ("ok", 126, "echo: Argument list too long\n")
+    assert box.exec(["true", "x" * 131071]).exit_code == 0
+    assert box.exec(["true"], env={"A": "x" * 200_000}).exit_code == 126
+
+
+def test_half_a_pair_of_utf16_is_no_crash(box: Sandbox) -> None:
+    """JSON can spell it, and so can a model."""
+    assert box.exec(["echo", "a\ud800b\udc00"], env={"A": "\udfff"}, stdin="\ud800").stdout == "a?b?\n"
+    assert box.exec(["printf", "%s", "\udcff"]).stdout == "\N{REPLACEMENT CHARACTER}", "a byte that is no text stays"
+    for work in (box.download, lambda path: box.upload({path: "x"})):
+        with pytest.raises(SandboxFileError, match="no file's name can have"):
+            work("\ud800.txt")
+        with pytest.raises(SandboxFileError, match="too long"):
+            work("x/" * 201 + "y")
+    with pytest.raises(SandboxFileError, match="text, not int"):
+        box.upload({5: "x"})  # type: ignore[dict-item]
+
+
+def at_once(work: Callable[[], object], count: int = 12) -> list[object]:
+    """What came of the work in so many threads that begin together."""
+    gate, before = threading.Barrier(count), sys.getswitchinterval()
+
+    def one(_: int) -> object:
+        gate.wait()
+        try:
+            return work()
+        except Exception as error:
+            return error
+
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(count) as threads:
+            return list(threads.map(one, range(count)))
+    finally:
+        sys.setswitchinterval(before)
+
+
+def test_threads_that_open_the_first_sandboxes_together_find_the_same_cgroups() -> None:
+    alone = cgroup.parents()
+    cgroup.parents.cache_clear()
+    assert at_once(cgroup.parents) == [alone] * 12 and cgroup.parents() == alone
+
+
+def test_what_a_killed_search_for_cgroups_has_left_is_removed() -> None:
+    _, found = cgroup.parents()
+    child = subprocess.Popen(["true"])
+    child.wait()
+    old = [folder / f"{cgroup.PREFIX}try-{child.pid}" for folder in found.values()]
+    for folder in old:
+        folder.mkdir()
+    cgroup.parents.cache_clear()
+    assert cgroup.parents()[1] == found and not any(folder.exists() for folder in old)
+
+
+def test_threads_that_write_the_first_files_of_etc_do_not_disturb_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(5):
+        state = tmp_path / str(number)
+        (state / "etc").mkdir(parents=True)
+        monkeypatch.setattr(layout, "state_dir", lambda state=state: state)
+        assert at_once(layout._etc) == [state / "etc"] * 12
 
 
 @pytest.mark.parametrize("name", ["memory_mb", "cpus", "processes", "open_files", "disk_mb", "files", "file_mb"])

@@ -187,7 +187,7 @@ def test_F153_malformed_utf8_is_replaced(box):
         (["no-such-program"], 127, "env: 'no-such-program': No such file or directory\n"),
         (["/etc/passwd"], 126, "env: '/etc/passwd': Permission denied\n"),
         (["a=b"], 127, "sh: 1: exec: a=b: not found\n"),
-        (["echo", "x" * 200_000], 126, "Argument list too long\n"),
+        (["echo", "x" * 200_000], 126, "echo: Argument list too long\n"),
         (["sh", "-c", "kill -TERM $$"], 143, ""),
     ],
 )
@@ -208,6 +208,51 @@ def test_working_directory(box):
 def test_fractions_of_a_second_are_deadlines(box):
     result = box.exec(["sleep", "30"], timeout_s=0.3)
     assert result.reason == "timeout" and 0.3 <= result.duration_s < 2
+
+
+FORGED = """
+import os, re, time
+secret = b''
+for pid in filter(str.isdigit, os.listdir('/proc')):
+    if b'read -r secret' not in open(f'/proc/{pid}/cmdline', 'rb').read() or int(pid) == os.getpid():
+        continue
+    memory = open(f'/proc/{pid}/mem', 'rb', 0)
+    for line in open(f'/proc/{pid}/maps'):
+        start, end = (int(part, 16) for part in line.split()[0].split('-'))
+        if 'rw-p' in line:
+            memory.seek(start)
+            found = re.findall(b'(?<![0-9a-f])[0-9a-f]{32}(?![0-9a-f])', memory.read(end - start))
+            secret = secret or b''.join(found[:1])
+print(len(secret), flush=True)
+if os.fork():
+    os.write(1, secret), os.write(2, secret + b' 7 0')
+    time.sleep(30)
+os.setsid()
+while True:
+    with open('/work/alive', 'a') as file: file.write('x')
+    time.sleep(0.02)
+"""
+
+
+@engine
+def test_code_that_says_the_last_words_itself_is_dead_all_the_same(box):
+    box.exec(["python3", "-c", FORGED], timeout_s=3)
+    assert until(lambda: len(box._client.top(box._id)["Processes"]) == 1), "process 1, and nothing of the code's"
+    assert_usable(box)
+
+
+@engine
+def test_last_words_that_come_late_are_no_output(box):
+    for timeout_s in (0.001, 0.02, 0.03, 0.05):
+        result = box.exec(["true"], timeout_s=timeout_s)
+        assert (result.stdout, result.stderr) == ("", ""), result
+
+
+@engine
+def test_a_command_line_of_any_length_is_a_result(box):
+    for argv in (["echo", "x" * 131072], ["echo", *(["x" * 1000] * 4000)]):
+        assert (box.exec(argv).reason, box.exec(argv).exit_code) == ("ok", 126)
+    assert box.exec(["true", *(["\x01" * 100_000] * 5)]).exit_code == 0
 
 
 @engine

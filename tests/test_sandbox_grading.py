@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import secrets
+import time
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentrl.errors import SandboxFileError
 from agentrl.sandbox import Run, SandboxPool, SandboxSpec, grade, run_function_tests
 from agentrl.sandbox.answering import decode, encode
 from agentrl.sandbox.grading import same
@@ -244,10 +246,72 @@ def test_a_value_is_the_same_after_its_way_through_json(value: object) -> None:
         (10**400, 1.0),
         (2**60, 2**60 + 1),
         (float("inf"), float("-inf")),
+        (23416728348467685, 2.3416728348467744e16),  # the 80th Fibonacci number, and a formula's answer
+        (10**12, 1e12 + 1),
+        ({1}, {True}),
+        ({True: 1}, {1: 1}),
+        ({(1, 0)}, {(1, False)}),
     ],
 )
 def test_values_that_differ(expected: object, got: object) -> None:
     assert not same(expected, got)
+
+
+def test_floats_that_are_near_are_the_same() -> None:
+    assert same(2, 2.0) and same(2, 1.9999999999999998) and same(0.3, 0.1 + 0.2) and same(10**15, 1e15)
+
+
+COLLIDING = """
+import os
+text = '{"index": 0, "value": {"set": [' + ','.join(str(k * (2**61 - 1)) for k in range(1, 40000)) + ']}}\\n'
+for fd in (3, 4, 5):
+    try: os.write(fd, b'')
+    except OSError: continue
+    data = text.encode()
+    while data: data = data[os.write(fd, data):]
+    break
+os._exit(0)
+"""
+
+
+def test_an_answer_of_ints_with_one_hash_does_not_hold_up_the_host(pool: SandboxPool) -> None:
+    assert len({hash(k * (2**61 - 1)) for k in range(1, 100)}) == 1
+    began = time.monotonic()
+    verdict = run_function_tests(pool, COLLIDING, "add", CASES)
+    assert verdict.passed == 0 and "far too many items" in verdict.first_failure, verdict
+    assert time.monotonic() - began < 4, "8 s and more, if they were put into a set"
+    large = set(range(1000))
+    assert run_function_tests(pool, "def f(n): return set(range(n))", "f", [((1000,), large)]).score == 1.0
+
+
+@pytest.mark.parametrize(
+    "artefacts",
+    [
+        {"a": b"x" * (5 << 20), "b": b"x" * (5 << 20)},
+        {f"d/{i}": b"" for i in range(398)},
+        {"a": b"x" * (7 << 20)},
+        {"a": b"", "a/b": b""},
+        {"../check.py": b"pass"},
+        {"input/x": b""},
+    ],
+    ids=["all of the disk", "all of the files", "one too large", "a file and a folder", "outside", "where ours goes"],
+)
+def test_artefacts_that_break_the_grading_score_nothing(artefacts: dict[str, bytes]) -> None:
+    """An error would count as the environment's: the rollout would be dropped, and the run stopped in the end."""
+    spec, runs = SandboxSpec(disk_mb=10, files=400, file_mb=6), [Run(["true"], files={"input": "1"})]
+    hidden = {"check.py": "pass", "more.txt": "x"}
+    result = grade(spec, artefacts, hidden, ["true"], runs=runs, backend="bubblewrap")
+    assert result.score == 0.0 and "cannot be graded" in result.checker.stderr, result
+    assert grade(spec, {}, hidden, ["true"], runs=runs, backend="bubblewrap").score == 1.0
+    with pytest.raises(SandboxFileError, match=r"check\.py"):
+        grade(spec, {}, {"check.py": b"x" * (7 << 20)}, ["true"], backend="bubblewrap")
+
+
+def test_programs_that_print_without_end_do_not_break_the_grading(pool: SandboxPool) -> None:
+    flood = Run(["python3", "-c", "import os\nwhile True: os.write(1, bytes(65536))"])
+    hidden = {"check.py": "import json; print([r['reason'] for r in json.load(open('runs.json'))])"}
+    result = grade(pool.spec, {}, hidden, ["python3", "check.py"], runs=[flood] * 8, pool=pool)
+    assert result.checker.stdout == str(["output"] * 8) + "\n", result.checker
 
 
 def test_a_case_that_cannot_be_compared_is_refused() -> None:

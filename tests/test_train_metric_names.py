@@ -50,11 +50,6 @@ NOT_LOGGED = {
          "perf/weight_sync_s", "perf/weight_sync_pause_s", "perf/weight_sync_barrier_s",
          "perf/weight_sync_transfer_s"), "vllm",
     ),
-    # rows that share prefixes under a token budget, one per process; here nothing is shared, padded or dropped
-    **dict.fromkeys(
-        ("batch/row_fill_frac", "batch/row_imbalance", "batch/packing_ratio", "batch/pad_frac",
-         "batch/dropped_oversize_count"), "async",
-    ),
     # a table of every device's peak
     "perf/fwd_bwd_mfu": "device", "perf/wall_clock_mfu": "device",
 }  # fmt: skip
@@ -79,6 +74,7 @@ def every_log(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     played.close()
     for loss_type in ("cispo", "vespo"):
         names[loss_type] = set(trained(kit.fixed(), folder, loss_type=loss_type).state.log_history[0])
+    names["budget"] = set(trained(kit.fixed(), folder, token_budget=64).state.log_history[0])
     corrected = trained(kit.fixed(), folder, vllm_importance_sampling_correction=True)
     names["another sampler"] = set(corrected.state.log_history[0])
     ends = {"vocab_size": len(kit.tokenizer()), "eos_token_id": kit.stop(), "max_position_embeddings": 2048}
@@ -106,6 +102,8 @@ def test_each_kind_of_run_logs_its_own_names(every_log: dict[str, set[str]]):
     assert "cispo_clip_ratio" in every_log["cispo"] and "clip_ratio/low_mean" not in every_log["cispo"]
     assert "vespo/phi_seq_mean" in every_log["vespo"] and "clip_ratio/low_mean" not in every_log["vespo"]
     assert {"aux_loss"} <= every_log["experts"] and not {"kl", "entropy_coef", "policy_loss"} & every_log["experts"]
+    dropped = "batch/dropped_oversize_count"  # without a budget nothing is dropped
+    assert dropped in every_log["budget"] and dropped not in every_log["played"] | every_log["cispo"]
     for prefix in ("eval_few_", "eval_both_"):
         for name in ("reward", "reward_std", "completions/mean_length", "tools/call_frequency", "rewards/Door/mean",
                      "env/reset_s", "env/door/reward", "env/door/completions/mean_length", "runtime"):  # fmt: skip

@@ -155,9 +155,10 @@ def logs_with(trainer: Any, name: str) -> list[float]:
 
 
 def lasting(metrics: dict[str, Any]) -> dict[str, Any]:
-    """Without what a clock says, and without how many rows a process made of its rollouts: two runs agree on these."""
+    """Without what a clock says, and without how rollouts lie in a process's rows: two runs agree on these."""
     clock = ("_s", "step_time", "runtime", "per_second", "rollout/concurrency")
-    cut = ("train_", "total_flos", "batch/row_", "batch/samples_per_row")
+    cut = ("train_", "total_flos", "batch/row_", "batch/samples_per_row", "batch/packing_ratio", "batch/pad_frac",
+           "batch/forwarded_tokens_per_step")  # fmt: skip
     return {k: v for k, v in metrics.items() if not k.endswith(clock) and not k.startswith(cut)}
 
 

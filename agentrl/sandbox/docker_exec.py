@@ -87,9 +87,13 @@ class _Output:
             self._left -= len(part)
             del self._raw[: len(part)]
 
+    @property
+    def words_in_err(self) -> re.Pattern[bytes]:
+        return re.compile(rb"%s (\d+) (\d+)\Z" % self.secret)
+
     def last_words(self) -> tuple[int, int] | None:
         """The exit code and the kills for memory, once both streams are complete."""
-        found = self.out.endswith(self.secret) and re.search(rb"%s (\d+) (\d+)\Z" % self.secret, self.err[-120:])
+        found = self.out.endswith(self.secret) and self.words_in_err.search(self.err[-120:])
         return (int(found[1]), int(found[2])) if found else None
 
 
@@ -129,9 +133,8 @@ def run_command(
         if ended == "timeout":  # what was on its way
             _talk(connection, output, memoryview(b""), time.monotonic() + _DRAIN_S, cap)
     words = output.last_words() if ended == "ended" else None
-    out, err = bytes(output.out), bytes(output.err)
-    if words is not None:
-        out, err = out[: -len(output.secret)], err[: err.rindex(output.secret)]
+    # They may have come too late, or half of them: no output either way.
+    out, err = bytes(output.out).removesuffix(output.secret), output.words_in_err.sub(b"", output.err)
     if len(out) + len(err) > cap:
         ended = "output" if ended == "ended" else ended
         out, err = out[:cap], err[: max(0, cap - len(out))]

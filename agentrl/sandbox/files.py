@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 
 from agentrl.errors import SandboxFileError
 
+LONGEST_PATH, MOST_FOLDERS = 4096, 200
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # NONBLOCK: opening a FIFO returns at once
@@ -23,6 +24,8 @@ def split_path(path: str) -> list[str]:
     >>> split_path("src/./main.py")
     ['src', 'main.py']
     """
+    if not isinstance(path, str):
+        raise SandboxFileError(f"A path in a sandbox is text, not {type(path).__name__}.")
     parts = [part for part in path.split("/") if part not in ("", ".")]
     if path.startswith("/work/"):
         parts = parts[1:]
@@ -32,6 +35,12 @@ def split_path(path: str) -> list[str]:
         raise SandboxFileError(
             f"{path[:200]!r} is no file below /work. Use a path such as 'src/main.py', without '..'."
         )
+    try:
+        length = len(os.fsencode(path))
+    except UnicodeEncodeError:  # half of a UTF-16 pair
+        raise SandboxFileError(f"{path[:200]!r} has a character that no file's name can have.") from None
+    if length >= LONGEST_PATH or len(parts) > MOST_FOLDERS:
+        raise SandboxFileError(f"{path[:200]!r}... is too long for a path.")
     return parts
 
 

@@ -24,6 +24,7 @@ from agentrl.sandbox.types import ExecResult, Reason, Sandbox, SandboxSpec
 ANSWERING = Path(answering.__file__).read_text(encoding="utf-8")
 PYTHON = ("python3", "-I")  # no user site, no PYTHON* variables, no module of the folder it runs in
 MOST_ANSWERS = 4 << 20  # bytes
+MOST_HASHED = 256  # items of sets and dicts in an answer, where the expected value has fewer
 ENDED = {
     "timeout": "took too long",
     "oom": "used too much memory",
@@ -86,9 +87,9 @@ def run_function_tests(
     """The verdict on `function(*args) == expected` for each case, with the source in a clean sandbox of its own.
 
     Values are None, bool, int, float, str, bytes, lists or tuples (the same to it), dicts and sets. bool is not int;
-    floats may differ by 1e-9 of their size. All cases share one process and the deadline; what is not answered is not
-    passed. With `reveal=False` the sentence on a failure names neither arguments nor values. TypeError for a case
-    whose values are of another type; SandboxError where the sandbox breaks.
+    floats may differ by 1e-9 of their size, and a float for an int must round to it. All cases share one process and
+    the deadline; what is not answered is not passed. With `reveal=False` the sentence on a failure names neither
+    arguments nor values. TypeError for a case whose values are of another type; SandboxError where the sandbox breaks.
     """
     calls = [answering.encode(list(arguments)) for arguments, _ in cases]
     for _, expected in cases:
@@ -99,7 +100,7 @@ def run_function_tests(
     answers, failed = _answers(done.stdout)
     failures = []
     for index, (arguments, expected) in enumerate(cases):
-        told = answers.get(index, {"missing": failed or _ending(done)})
+        told = _decoded(answers.get(index, {}), expected) or {"missing": failed or _ending(done)}
         if "value" in told and same(expected, told["value"]):
             continue
         call = f"{function}({', '.join(map(_short, arguments))})"
@@ -125,21 +126,40 @@ def grade(
     in another clean one: the hidden files are in /work, the artefacts are data below /work/artefacts, and
     /work/runs.json is a list of `{"exit_code", "stdout", "stderr", "reason", ...}` of the runs. It must never execute
     or import an artefact. Exit code 0 is a pass; it may write a number from 0 to 1 to /work/score. `timeout_s` holds
-    for each command. What the checker's own failure means: 0. SandboxError where a sandbox breaks.
+    for each command. What the checker's own failure means: 0, and so do artefacts that leave no room for the files of
+    the grading (`checker.stderr` says so). SandboxError where a sandbox breaks.
     """
     where = pool if pool is not None else spec
-    results = []
+    results: list[ExecResult] = []
+    # A byte may take six in runs.json, which must fit however much the programs print.
+    most = min(1 << 20, (min(2 * spec.file_mb, spec.disk_mb) << 20) // (16 * max(1, len(runs))))
     for run in runs:
         with borrow(where, backend) as sandbox:
-            sandbox.upload(artefacts)
-            sandbox.upload(run.files or {})
-            results.append(sandbox.exec(run.argv, stdin=run.stdin, timeout_s=timeout_s, max_output_bytes=1 << 20))
+            if why := _put(sandbox, artefacts, run.files or {}):
+                return Grade(0.0, why, tuple(results))
+            results.append(sandbox.exec(run.argv, stdin=run.stdin, timeout_s=timeout_s, max_output_bytes=most))
     with borrow(where, backend) as sandbox:
-        sandbox.upload({f"artefacts/{path}": content for path, content in artefacts.items()})
-        sandbox.upload({**hidden, "runs.json": json.dumps([asdict(result) for result in results])})
+        told = {**hidden, "runs.json": json.dumps([asdict(result) for result in results])}
+        if why := _put(sandbox, {f"artefacts/{path}": content for path, content in artefacts.items()}, told):
+            return Grade(0.0, why, tuple(results))
         done = sandbox.exec(argv, timeout_s=timeout_s, max_output_bytes=1 << 20)
         passed = done.reason == "ok" and done.exit_code == 0
         return Grade(_score(sandbox) if passed else 0.0, done, tuple(results))
+
+
+def _put(sandbox: Sandbox, artefacts: Mapping[str, bytes], ours: Mapping[str, bytes | str]) -> ExecResult | None:
+    """The artefacts are in place, and our files over them; else, where only ours would be, what is wrong with them.
+
+    Otherwise an agent could escape its score by artefacts that break the grading.
+    """
+    try:
+        sandbox.upload(artefacts)
+        sandbox.upload(ours)
+    except SandboxFileError as error:
+        sandbox.reset()
+        sandbox.upload(ours)
+        return ExecResult(None, "", f"The artefacts cannot be graded: {error}", False, "killed", 0.0)
+    return None
 
 
 def _score(sandbox: Sandbox) -> float:
@@ -178,23 +198,33 @@ def same(expected: Any, got: Any) -> bool:
     if isinstance(expected, dict):
         return (
             isinstance(got, dict)
-            and got.keys() == expected.keys()
+            and set(map(_typed, got)) == set(map(_typed, expected))
             and all(same(v, got[k]) for k, v in expected.items())
         )
-    return isinstance(got, set) and got == expected
+    return isinstance(got, set) and set(map(_typed, got)) == set(map(_typed, expected))
+
+
+def _typed(item: Any) -> Any:
+    """An item of a set that equals another only where both are bool or neither is."""
+    if isinstance(item, tuple):
+        return tuple(map(_typed, item))
+    return ("bool", item) if isinstance(item, bool) else item
 
 
 def _close(expected: float, got: float) -> bool:
     if isinstance(expected, int) and isinstance(got, int):
         return expected == got
     try:
-        return math.isclose(expected, got, rel_tol=1e-9, abs_tol=1e-12) or (math.isnan(expected) and math.isnan(got))
+        if not math.isclose(expected, got, rel_tol=1e-9, abs_tol=1e-12):
+            return math.isnan(expected) and math.isnan(got)
+        # 1e-9 of a large int is more than 1: a formula in floats is no answer to a question about ints.
+        return round(got) == expected if isinstance(expected, int) else True
     except OverflowError:  # an int that no float can hold
         return False
 
 
 def _answers(text: str) -> tuple[dict[int, dict[str, Any]], str]:
-    """The lines by the number of their call, values decoded, and why there are none; what is malformed is left out."""
+    """The lines by the number of their call, and why there are none; what is malformed is left out."""
     answers: dict[int, dict[str, Any]] = {}
     failed = ""
     for line in text.splitlines():
@@ -202,13 +232,39 @@ def _answers(text: str) -> tuple[dict[int, dict[str, Any]], str]:
             told = json.loads(line)
             if isinstance(told.get("failed"), str):
                 failed = told["failed"]
-            if "value" in told:
-                told["value"] = answering.decode(told["value"])
             if type(told.get("index")) is int:
                 answers[told["index"]] = told
         except (ValueError, TypeError, AttributeError, RecursionError):
             continue
     return answers, failed
+
+
+def _decoded(told: dict[str, Any], expected: Any) -> dict[str, Any]:
+    """The line with its value decoded; empty where that is no value.
+
+    Code can write ints that all have one hash, and a set of many of them costs hours here: it is counted first.
+    """
+    if "value" not in told:
+        return told
+    if _hashed(told["value"]) > max(MOST_HASHED, _hashed(answering.encode(expected))):
+        return {"missing": "the answer has far too many items in sets or dicts"}
+    try:
+        return {**told, "value": answering.decode(told["value"])}
+    except (ValueError, TypeError, RecursionError):
+        return {}
+
+
+def _hashed(value: Any) -> int:
+    """How many items of sets and dicts decoding this value means."""
+    count, left = 0, [value]
+    while left:
+        each = left.pop()
+        if isinstance(each, dict):
+            count += sum(len(content) for content in each.values() if isinstance(content, list))
+            left += each.values()
+        elif isinstance(each, list):
+            left += each
+    return count
 
 
 def _ending(done: ExecResult) -> str:

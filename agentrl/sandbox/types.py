@@ -9,6 +9,8 @@ from typing import Literal, Protocol, Self, runtime_checkable
 
 from agentrl.errors import ConfigurationError
 
+LONGEST_WORD = 128 << 10  # bytes of an argument or a variable, with its end: Linux's MAX_ARG_STRLEN
+LONGEST_LINE = 512 << 10  # all of them together: an engine's messages hold 4 MiB, where a character may take six bytes
 Reason = Literal["ok", "timeout", "oom", "output", "killed"]
 
 
@@ -120,11 +122,38 @@ def check_env(env: Mapping[str, str]) -> None:
             raise ConfigurationError(f"The environment variable {name} must be a text without a NUL character.")
 
 
-def check_argv(argv: Sequence[str], timeout_s: float, max_output_bytes: int) -> None:
+def check_argv(argv: Sequence[str], timeout_s: float, max_output_bytes: int, cwd: str = "/work") -> None:
     """The arguments of an exec can be used; ConfigurationError says which cannot."""
-    if isinstance(argv, (str, bytes)) or not argv or not all(isinstance(word, str) for word in argv):
-        raise ConfigurationError(f"argv must be a list of str such as ['python3', 'main.py'], not {argv!r}.")
+    if not isinstance(argv, (list, tuple)) or not argv or not all(isinstance(word, str) for word in argv):
+        raise ConfigurationError(f"argv must be a list of str such as ['python3', 'main.py'], not {argv!r:.200}.")
     if any("\0" in word for word in argv) or not argv[0]:
         raise ConfigurationError("The command's name must not be empty, and no word of argv may have a NUL character.")
     if not 0 < timeout_s < 1e6 or max_output_bytes < 0:
         raise ConfigurationError(f"timeout_s is {timeout_s!r} and max_output_bytes {max_output_bytes!r}; neither fits.")
+    if not isinstance(cwd, str) or "\0" in cwd:
+        raise ConfigurationError(f"cwd must be a path such as '/work', without a NUL character, not {cwd!r:.200}.")
+
+
+def too_long(argv: Sequence[str], env: Mapping[str, str]) -> ExecResult | None:
+    """What a shell says of a command line that is too long to start: a model can write one. None where it is not.
+
+    >>> too_long(["echo", "x" * 200_000], {}).stderr, too_long(["echo", "x" * 100_000], {})
+    ('echo: Argument list too long\\n', None)
+    """
+    words = [*argv, *(f"{name}={value}" for name, value in env.items())]
+    sizes = [len(to_text_bytes(word)) + 1 for word in words]
+    if max(sizes) <= LONGEST_WORD and sum(sizes) + 8 * len(sizes) <= LONGEST_LINE:
+        return None
+    return ExecResult(126, "", f"{argv[0][:200]}: Argument list too long\n", False, "ok", 0.0)
+
+
+def to_text_bytes(text: str) -> bytes:
+    r"""The bytes of a path or an argument: UTF-8, with the bytes that `os.fsdecode` could not read as they were.
+
+    >>> to_text_bytes("\udcff\ud800")
+    b'\xff?'
+    """
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:  # half of a UTF-16 pair: JSON can spell it, and so can a model
+        return re.sub("[\ud800-\udc7f\udd00-\udfff]", "?", text).encode("utf-8", "surrogateescape")

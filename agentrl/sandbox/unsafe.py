@@ -18,7 +18,7 @@ from agentrl.errors import SandboxError
 from agentrl.sandbox import reaper
 from agentrl.sandbox.capture import Conversation, result
 from agentrl.sandbox.files import list_files, read_file, write_files
-from agentrl.sandbox.types import ExecResult, SandboxSpec, check_argv, check_env
+from agentrl.sandbox.types import ExecResult, SandboxSpec, check_argv, check_env, to_text_bytes, too_long
 
 WARNING = (
     "The sandbox backend 'unsafe-subprocess' does not protect this machine: the code can read and delete your files "
@@ -50,14 +50,16 @@ class UnsafeSandbox:
         cwd: str = "/work",
     ) -> ExecResult:
         """See `Sandbox.exec`; of the processes that it leaves only those of its own session are dead."""
-        check_argv(argv, timeout_s, max_output_bytes)
+        check_argv(argv, timeout_s, max_output_bytes, cwd)
         check_env(env or {})
+        if refused := too_long(argv, env or {}):
+            return refused
         began = time.monotonic()
         variables = {"PATH": os.defpath + ":/usr/local/bin", "HOME": str(self._path()), "LANG": "C.UTF-8"}
         place = self._path() / Path(cwd).relative_to("/work") if cwd.startswith("/work") else Path(cwd)
         try:
             child = subprocess.Popen(
-                list(argv),
+                [to_text_bytes(word) for word in argv],
                 stdin=subprocess.DEVNULL if stdin is None else subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

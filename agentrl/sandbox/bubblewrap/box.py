@@ -16,7 +16,7 @@ from agentrl.sandbox.bubblewrap.layout import layout
 from agentrl.sandbox.bubblewrap.run import run
 from agentrl.sandbox.capture import result
 from agentrl.sandbox.files import as_user, list_files, read_file, write_files
-from agentrl.sandbox.types import ExecResult, SandboxSpec, check_argv, check_env
+from agentrl.sandbox.types import ExecResult, SandboxSpec, check_argv, check_env, to_text_bytes, too_long
 
 NAMESPACES = [
     *("--unshare-all", "--unshare-user", "--uid", "1000", "--gid", "1000"),
@@ -75,11 +75,13 @@ class BubblewrapSandbox:
         cwd: str = "/work",
     ) -> ExecResult:
         """See `Sandbox.exec`."""
-        check_argv(argv, timeout_s, max_output_bytes)
+        check_argv(argv, timeout_s, max_output_bytes, cwd)
         check_env(env or {})
         held = self._living()
         self._lease.freshen()
         began = time.monotonic()
+        if refused := too_long(argv, env or {}):
+            return refused
         kills = self._group.oom_kills()
         counted = "memory" in self._group.folders
         fds = seccomp.filter_fd(counted=counted), arguments(self._options(held, env or {}, cwd))
@@ -95,7 +97,7 @@ class BubblewrapSandbox:
         try:
             reason, code, output = run(
                 [*self._before(held, timeout_s), *bwrap],
-                argv,
+                [to_text_bytes(word) for word in argv],
                 stdin=stdin.encode("utf-8", "surrogatepass") if isinstance(stdin, str) else stdin,
                 pass_fds=fds,
                 timeout_s=timeout_s,
@@ -195,6 +197,6 @@ def arguments(words: Sequence[str]) -> int:
     """An open file from which bwrap's --args reads these words: the command line is seen by the program inside."""
     fd = os.memfd_create("agentrl-arguments")
     with open(fd, "wb", closefd=False) as file:
-        file.write(b"".join(word.encode("utf-8", "surrogateescape") + b"\0" for word in words))
+        file.write(b"".join(to_text_bytes(word) + b"\0" for word in words))
     os.lseek(fd, 0, os.SEEK_SET)
     return fd

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -87,9 +88,17 @@ def _kill(folder: Path) -> None:
             os.kill(int(pid), 9)
 
 
+_finding = threading.Lock()  # two threads that try at once would find each other's cgroups, and believe in none
+
+
 @cache
 def parents() -> tuple[int, dict[str, Path]]:
     """The cgroup version, and for each controller that may be used the folder in which a new cgroup can be made."""
+    with _finding:
+        return _find()
+
+
+def _find() -> tuple[int, dict[str, Path]]:
     own = {}
     for line in _lines("/proc/self/cgroup"):
         _, names, path = line.split(":", 2)
@@ -164,11 +173,20 @@ def _delegates(folder: Path) -> bool:
     return all(name in " ".join(_lines(str(control))).split() for name in CONTROLLERS)
 
 
+def _sweep_trials(above: Path) -> None:
+    """What a process has left that was killed in the middle of trying is gone."""
+    for old in above.glob(f"{PREFIX}try-*"):
+        if not Path(f"/proc/{old.name.rpartition('-')[2]}").exists():
+            with suppress(OSError):
+                old.rmdir()
+
+
 def _works(folders: dict[str, Path], version: int) -> bool:
     """Whether a cgroup can be made there and a process can enter it."""
     trial = Cgroup({name: path / f"{PREFIX}try-{os.getpid()}" for name, path in folders.items()}, version)
     try:
         for folder in trial._each():
+            _sweep_trials(folder.parent)
             folder.mkdir()
         command = [*trial.entry(), "true"]
         return subprocess.run(command, env={"PATH": CLEAN_PATH}, capture_output=True, check=False).returncode == 0

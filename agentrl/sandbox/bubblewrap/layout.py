@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -80,7 +81,7 @@ def _etc() -> Path:
     try:
         for name, text in ACCOUNTS.items():
             if not (folder / name).is_file():
-                temporary = folder / f".{name}-{os.getpid()}"
+                temporary = folder / f".{name}-{os.getpid()}-{threading.get_native_id()}"
                 temporary.write_text(text)
                 temporary.chmod(0o644)
                 temporary.rename(folder / name)

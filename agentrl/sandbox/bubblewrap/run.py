@@ -23,7 +23,7 @@ BWRAP_FAILED = re.compile(rb"bwrap: (execvp|Can't chdir to) (.*): ([^:\n]*)\n\Z"
 
 def run(
     bwrap: Sequence[str],
-    program: Sequence[str],
+    program: Sequence[bytes],
     *,
     stdin: bytes | None,
     pass_fds: tuple[int, ...],
