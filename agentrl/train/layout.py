@@ -14,6 +14,7 @@ from agentrl.train.tree import Ints
 
 WASTE = 1.15  # padded over real query-key pairs in a bucket, where more than SMALL would be padding
 SMALL = 1 << 14  # query-key pairs that cost less than one more kernel call
+MOST_PIECES = 8  # of a segment: each reads all that lies above it
 PIECE = 128  # tokens; the CPU's kernel computes a causal block whole, so longer segments run as a chain of pieces
 
 
@@ -58,7 +59,7 @@ class Layout:
         if "pieces" not in self.kept:
             lengths, parents, last = [], [], []
             for length, parent in zip(self.lengths, self.parents, strict=True):
-                count = max(1, round(length / PIECE))
+                count = min(max(1, round(length / PIECE)), MOST_PIECES)
                 above = last[parent] if parent >= 0 else -1
                 for n in range(count):
                     parents.append(above if n == 0 else len(lengths) - 1)

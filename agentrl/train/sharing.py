@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from agentrl.train.log_probs import PolicyForward
 from agentrl.train.pack import plan_rows
 from agentrl.train.rows import TrainItem
 from agentrl.train.tree import tree_of
@@ -42,17 +41,16 @@ def sharing_of(items: Sequence[TrainItem], budget: int, least: int | None) -> Sh
     return Sharing(sum(map(len, every)), computed, len(tree_of(every, 1).ids_T))
 
 
-def sharing_text(sharing: Sharing, policy: PolicyForward) -> str | None:
+def sharing_text(sharing: Sharing, least: int | None, why_not: str) -> str | None:
     """A sentence for the terminal; None where nothing is shared or could be.
 
-    >>> from types import SimpleNamespace
-    >>> sharing_text(Sharing(5120, 1536, 1536), SimpleNamespace(least_shared=1))
+    >>> sharing_text(Sharing(5120, 1536, 1536), 1, "")
     'Sharing is worth 3.3x on your data: 5,120 tokens of a step are 1,536 to compute.'
     """
     if sharing.at_best < WORTH_SAYING:
         return None
-    if policy.least_shared is None:
-        return f"Sharing would be worth {sharing.at_best:.1f}x on your data, but {policy.why_not_shared}."
+    if least is None:
+        return f"Sharing would be worth {sharing.at_best:.1f}x on your data, but {why_not}."
     what = f"{sharing.tokens:,} tokens of a step are {sharing.computed:,} to compute"
     if sharing.now < 0.8 * sharing.at_best:
         hint = f"{sharing.at_best:.1f}x with token_budget={sharing.distinct}, which takes more memory"

@@ -246,8 +246,11 @@ class GRPOTrainer(Trainer):
         self._sharing_said = True
         if self.accelerator.is_main_process:
             budget = row_budget(batch.items, batch.batch_size, self.args.token_budget)
-            sharing = sharing_of(batch.items, budget, self.policy_forward.least_shared)
-            if text := sharing_text(sharing, self.policy_forward):
+            least = self.policy_forward.least_for(batch.items)
+            why_not = self.policy_forward.why_not_shared
+            if self.policy_forward.least_shared is not None:
+                why_not = "rows with images, or longer than the model's own limit, are not packed"
+            if text := sharing_text(sharing_of(batch.items, budget, least), least, why_not):
                 say(self, text)
 
     def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> Any:

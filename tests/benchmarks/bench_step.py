@@ -1,6 +1,9 @@
-"""An optimizer step of 64 episodes, agentrl beside the PyPI package `trl`: CPU and wall seconds, and their ratio.
+"""An optimizer step, agentrl beside the PyPI package `trl`: CPU and wall seconds, and their ratio.
 
-    python tests/benchmarks/bench_step.py            # about two minutes; needs the dev extra
+    python tests/benchmarks/bench_step.py                  # 64 episodes of Hunt, as the quickstart's
+    python tests/benchmarks/bench_step.py --task prompt    # 4 prompts of 512 tokens, 8 completions of 128 each
+
+About two minutes each; needs the dev extra.
 
 Same model, tokenizer, chat template, start states and sampling; learning rate 0 on both sides, so that every step plays
 the same policy. Each side runs in its own process with one thread; the two take turns, one step at a time, so that
@@ -23,8 +26,9 @@ from typing import Any
 
 GROUPS, GROUP_SIZE = 8, 8
 EPISODES = GROUPS * GROUP_SIZE
+PROMPTS, PROMPT_TOKENS, COMPLETION_TOKENS = 4, 512, 128
 SIDES = ("agentrl", "trl")
-TARGET = 2.5
+TARGETS = {"hunt": 4.0, "prompt": 3.0}
 
 
 # --- one side, in its own process ---
@@ -38,8 +42,11 @@ class Watch:
 
     def __call__(self, completions: list[Any], completion_ids: list[list[int]], **_: Any) -> list[float]:
         self.episodes += len(completions)
-        self.turns += sum(message["role"] == "assistant" for completion in completions for message in completion)
+        for completion in completions:
+            self.turns += 1 if isinstance(completion, str) else sum(m["role"] == "assistant" for m in completion)
         self.tokens += sum(map(len, completion_ids))
+        if isinstance(completions[0], str):
+            return [float(sum(ids) % 97) for ids in completion_ids]  # as good as random: every group has a gradient
         return [0.0] * len(completions)
 
     def take(self) -> dict[str, float]:
@@ -81,11 +88,13 @@ def callback(baton: Baton) -> Any:
     return Steps()
 
 
-def settings(folder: str, steps: int) -> dict[str, Any]:
+def settings(folder: str, steps: int, task: str = "hunt") -> dict[str, Any]:
     """What both trainers are told."""
+    episodes = EPISODES if task == "hunt" else PROMPTS * GROUP_SIZE
     return {
         "output_dir": folder, "seed": 0, "max_steps": steps, "learning_rate": 0.0, "num_generations": GROUP_SIZE,
-        "per_device_train_batch_size": EPISODES, "gradient_accumulation_steps": 1, "max_completion_length": 256,
+        "per_device_train_batch_size": episodes, "gradient_accumulation_steps": 1,
+        "max_completion_length": 256 if task == "hunt" else COMPLETION_TOKENS,
         "gradient_checkpointing": False, "logging_steps": 1, "save_strategy": "no", "report_to": "none",
         "disable_tqdm": True, "log_level": "error",
     }  # fmt: skip
@@ -97,6 +106,22 @@ def start_states(steps: int) -> Any:
 
     prompt = [{"role": "user", "content": ""}]
     return Dataset.from_list([{"prompt": prompt, "seed": seed} for seed in range(GROUPS * steps)])
+
+
+def long_prompts(steps: int, tokenizer: Any) -> Any:
+    """Texts of `PROMPT_TOKENS` tokens, each another one."""
+    import random
+
+    from datasets import Dataset
+
+    words = [w for w in ("cave", "forest", "lake", "mill", "shrine", "tower") if len(tokenizer.encode(" " + w)) < 4]
+    rows = []
+    for n in range(PROMPTS * steps):
+        rng = random.Random(n)
+        text = " ".join(rng.choice(words) for _ in range(PROMPT_TOKENS))
+        text = tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)[:PROMPT_TOKENS])
+        rows.append({"prompt": text})
+    return Dataset.from_list(rows)
 
 
 def hunt_for_trl() -> type:
@@ -122,7 +147,7 @@ def hunt_for_trl() -> type:
     return HuntForTrl
 
 
-def run_side(side: str, warm: Path, steps: int, rounds: int, folder: str) -> None:
+def run_side(side: str, warm: Path, steps: int, rounds: int, folder: str, task: str) -> None:
     """Trains `steps` steps, each on the parent's word."""
     watch = Watch()
     baton = Baton(watch)
@@ -133,10 +158,13 @@ def run_side(side: str, warm: Path, steps: int, rounds: int, folder: str) -> Non
     transformers.utils.logging.disable_progress_bar()
     model = transformers.Qwen3ForCausalLM.from_pretrained(warm)
     tokenizer = transformers.AutoTokenizer.from_pretrained(warm)
+    if task == "prompt":  # random weights hardly ever end a completion, the warm policy soon does
+        torch.manual_seed(0)
+        model = transformers.Qwen3ForCausalLM(model.config)
     common = {
         "model": model,
         "reward_funcs": watch,
-        "train_dataset": start_states(steps),
+        "train_dataset": start_states(steps) if task == "hunt" else long_prompts(steps, tokenizer),
         "processing_class": tokenizer,
     }
     if side == "agentrl":
@@ -144,14 +172,17 @@ def run_side(side: str, warm: Path, steps: int, rounds: int, folder: str) -> Non
 
         from agentrl import GRPOConfig, GRPOTrainer
 
-        trainer = GRPOTrainer(**common, args=GRPOConfig(**settings(folder, steps)), environment_factory=Hunt)
+        factory = Hunt if task == "hunt" else None
+        trainer = GRPOTrainer(**common, args=GRPOConfig(**settings(folder, steps, task)), environment_factory=factory)
     else:
         import trl
 
         args = trl.GRPOConfig(  # type: ignore[reportPrivateImportUsage]
-            **settings(folder, steps), use_cpu=True, bf16=False, max_tool_calling_iterations=rounds
+            **settings(folder, steps, task), use_cpu=True, bf16=False,
+            max_tool_calling_iterations=rounds if task == "hunt" else None,
         )  # fmt: skip
-        trainer = trl.GRPOTrainer(**common, args=args, environment_factory=hunt_for_trl())  # type: ignore[arg-type]
+        factory = hunt_for_trl() if task == "hunt" else None
+        trainer = trl.GRPOTrainer(**common, args=args, environment_factory=factory)  # type: ignore[arg-type]
     trainer.remove_callback(transformers.PrinterCallback)
     trainer.add_callback(callback(baton))
     trainer.train()
@@ -179,7 +210,7 @@ def warm_policy() -> Path:
     return folder
 
 
-def measure(warm: Path, steps: int, rounds: int) -> dict[str, list[dict[str, float]]]:
+def measure(warm: Path, steps: int, rounds: int, task: str) -> dict[str, list[dict[str, float]]]:
     """Every step of both sides, taken in turns; the first of each warms up and is left out."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARALLELISM": "false"}
     children = {}
@@ -196,6 +227,8 @@ def measure(warm: Path, steps: int, rounds: int) -> dict[str, list[dict[str, flo
             str(steps + 1),
             "--rounds",
             str(rounds),
+            "--task",
+            task,
         ]
         children[side] = subprocess.Popen(
             [*command, "--folder", folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
@@ -224,29 +257,33 @@ def answer(child: subprocess.Popen[str], side: str) -> str:
     return line
 
 
-def report(taken: dict[str, list[dict[str, float]]]) -> bool:
+def report(taken: dict[str, list[dict[str, float]]], task: str) -> bool:
     """Medians, ratios, and whether both sides did the same work; True when the target is met."""
     middle = {
         side: {key: statistics.median(line[key] for line in lines) for key in lines[0]} for side, lines in taken.items()
     }
-    print(f"\nAn optimizer step of {EPISODES} Hunt episodes, medians of {len(taken['trl'])} steps, one thread each:")
+    what = f"{EPISODES} Hunt episodes"
+    if task == "prompt":
+        what = f"{PROMPTS} prompts of {PROMPT_TOKENS} tokens with {GROUP_SIZE} completions of {COMPLETION_TOKENS} each"
+    print(f"\nAn optimizer step of {what}, medians of {len(taken['trl'])} steps, one thread each:")
     print(f"{'':10s}{'CPU s':>9s}{'wall s':>9s}{'turns':>8s}{'completion tokens':>20s}{'logged mean length':>20s}")
     for side, m in middle.items():
         print(f"{side:10s}{m['cpu']:9.3f}{m['wall']:9.3f}{m['turns']:8.2f}{m['tokens']:20.1f}{m['sampled']:20.1f}")
     ours, theirs = middle["agentrl"], middle["trl"]
     cpu, wall = theirs["cpu"] / ours["cpu"], theirs["wall"] / ours["wall"]
     best = min(line["cpu"] for line in taken["trl"]) / min(line["cpu"] for line in taken["agentrl"])
-    print(f"ratio: {cpu:.2f} by CPU, {wall:.2f} by wall, {best:.2f} by the quickest steps (target {TARGET})")
-    print(
-        "trl has no `done`: it stops at --rounds instead. With 3 it plays the 4 turns after which Hunt ends itself,\n"
-        "but the last turn's call is not run; with 4 that call is run and a fifth turn follows. After an early\n"
-        "treasure its policy goes on and is told that the episode is over."
-    )
+    print(f"ratio: {cpu:.2f} by CPU, {wall:.2f} by wall, {best:.2f} by the quickest steps (target {TARGETS[task]})")
+    if task == "hunt":
+        print(
+            "trl has no `done`: it stops at --rounds instead. With 3 it plays the 4 turns after which Hunt ends,\n"
+            "but the last turn's call is not run; with 4 that call is run and a fifth turn follows. After an early\n"
+            "treasure its policy goes on and is told that the episode is over."
+        )
     same = all(abs(ours[key] / theirs[key] - 1) <= 0.1 for key in ("turns", "tokens"))
     print(
         "same work: turns and completion tokens agree within 10%" if same else "NOT THE SAME WORK: compare the columns"
     )
-    return same and cpu >= TARGET
+    return same and cpu >= TARGETS[task]
 
 
 def main() -> int:
@@ -254,14 +291,16 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=9, help="measured steps of each side")
     rounds = "rounds of tool calls that trl may run: 3 gives it the same turns as Hunt's end, 4 the same calls"
     parser.add_argument("--rounds", type=int, default=3, help=rounds)
+    parser.add_argument("--task", choices=TARGETS, default="hunt")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--warm", type=Path, help="a folder with a warm model and tokenizer, instead of making them")
     parser.add_argument("--folder", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
-        run_side(options.side, options.warm, options.steps, options.rounds, options.folder)
+        run_side(options.side, options.warm, options.steps, options.rounds, options.folder, options.task)
         return 0
-    return 0 if report(measure(options.warm or warm_policy(), options.steps, options.rounds)) else 1
+    taken = measure(options.warm or warm_policy(), options.steps, options.rounds, options.task)
+    return 0 if report(taken, options.task) else 1
 
 
 if __name__ == "__main__":
