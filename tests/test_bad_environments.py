@@ -6,6 +6,7 @@ tests/test_engine_failures.py has retries, groups and deadlines of each stage; h
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 import threading
@@ -56,14 +57,21 @@ def world(**parts: Callable[[], Any]) -> type[Environment]:
     return World
 
 
-def played(env: type[Environment], renderer: Any = None, *, tokenizer: Any = None, **settings: Any) -> list[Rollout]:
+def played(
+    env: type[Environment],
+    renderer: Any = None,
+    *,
+    tokenizer: Any = None,
+    script: Any = (CALL, "done"),
+    **settings: Any,
+) -> list[Rollout]:
     """Two rollouts of a call and an answer; everything is closed, and no thread of theirs is left."""
 
     rollouts: list[Rollout] = []
 
     async def play() -> None:
         pool = EnvironmentPool(env)
-        sampler = ScriptedSampler([CALL, "done"], tokenizer=tokenizer)
+        sampler = ScriptedSampler(list(script), tokenizer=tokenizer)
         options = {"max_attempts": 1, "deadlines": Deadlines(reset_s=0.3, tool_s=0.3, reward_s=0.3), **settings}
         engine = RolloutEngine(sampler, renderer, {None: pool}, settings=RolloutSettings(**options))
         try:
@@ -153,11 +161,35 @@ def test_a_value_that_cannot_be_written_is_the_environments_failure(make, says):
         assert rollout.outcome.value == "tool_failed" and says in str(rollout.error) and rollout.reward is None
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "1", b"1", [1.0], 1j])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "1", b"1", [1.0], 1j, 10**400])
 def test_a_reward_that_is_no_finite_number_is_no_reward(value):
     for rollout in played(world(reward=lambda: value)):
         assert rollout.outcome.value == "reward_failed" and rollout.reward is None
         assert "It must return a finite number" in str(rollout.error)
+
+
+@pytest.mark.parametrize("levels", [100, 300, 500, 900, 2000])
+@pytest.mark.parametrize("way", ["ids", "message"])
+def test_arguments_nested_without_end_are_the_models_own_doing(tiny, levels, way):
+    """They would have failed the rollout, which a model then could do at will, and stopped the run in the end."""
+    tokenizer = tiny.make()
+    call = f'{{"name": "act", "arguments": {{"x": {"[" * levels}{"]" * levels}}}}}'
+    turn = f"<tool_call>\n{call}\n</tool_call>" if way == "ids" else None
+    if turn is None:
+        turn = {"tool_calls": [{"name": "act", "arguments": f'{{"x": {"[" * levels}{"]" * levels}}}'}]}
+    renderer = Renderer(tokenizer) if way == "ids" else None
+    for rollout in played(
+        world(),
+        renderer,
+        tokenizer=tokenizer if renderer else None,
+        script=[turn, "done"],
+        max_completion_length=50_000,
+    ):
+        assert rollout.outcome.value == "finished" and rollout.reward == 1.0, rollout.error
+        (record,) = rollout.tool_calls
+        assert record.error == "malformed", record
+        assert "recursion" in record.content or "nested too deeply" in record.content, record
+        json.dumps(rollout.messages)
 
 
 @pytest.mark.parametrize(("part", "outcome"), [("reset", "reset_failed"), ("act", "tool_failed")])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import sys
 import threading
 import time
 from typing import Any, Literal
@@ -582,6 +584,85 @@ def test_ctrl_c_ends_the_check_and_closes_what_it_built(monkeypatch):
 
 
 # --- to other processes ----------------------------------------------------------------
+class Stopped(Dial):
+    """Without clocks, the check itself would never end."""
+
+    def reset(self, seed: int = 0, **row: Any) -> Any:
+        time.monotonic = lambda: 0.0
+        time.sleep = lambda seconds: None
+        return super().reset(seed)
+
+
+class Reseeded(Dial):
+    def reset(self, seed: int = 0, **row: Any) -> Any:
+        random.random = lambda: 0.5
+        return super().reset(seed)
+
+
+class Shallow(Dial):
+    def turn(self, to: Literal[0, 1, 2, 3, 4]) -> Any:
+        sys.setrecursionlimit(100)
+        return super().turn(to)
+
+    turn.__doc__ = Dial.turn.__doc__
+
+
+class Elsewhere(Dial):
+    def reset(self, seed: int = 0, **row: Any) -> Any:
+        os.chdir("/")
+        return super().reset(seed)
+
+
+class Mute(Dial):
+    def get_reward(self) -> Any:
+        sys.stdout = None
+        return super().get_reward()
+
+
+class Homeless(Dial):
+    def reset(self, seed: int = 0, **row: Any) -> Any:
+        os.environ.pop("HOME", None)
+        os.environ["SET_BY_A_LIBRARY"] = "1"
+        return super().reset(seed)
+
+
+class Threaded(Dial):
+    stop = threading.Event()
+
+    def reset(self, seed: int = 0, **row: Any) -> Any:
+        threading.Thread(target=self.stop.wait, daemon=True).start()
+        return super().reset(seed)
+
+
+@pytest.mark.parametrize(
+    ("env", "says"),
+    [
+        (Stopped, "replaces time.monotonic"),
+        (Reseeded, "replaces random.random"),
+        (Shallow, "sets the recursion limit to 100"),
+        (Elsewhere, "goes into the folder /"),
+        (Mute, "replaces sys.stdout"),
+        (Homeless, "changes variables of the environment (HOME)"),
+        (Threaded, "threads running"),
+    ],
+)
+def test_what_an_environment_changes_for_the_whole_process_is_said_and_put_back(env, says, monkeypatch):
+    Threaded.stop.clear()
+    monkeypatch.setenv("HOME", "/home/somebody")
+    monkeypatch.setenv("SET_BY_A_LIBRARY", "0")  # so that it is gone after the test
+    monkeypatch.delenv("SET_BY_A_LIBRARY")
+    before = (time.monotonic, time.sleep, random.random, sys.getrecursionlimit(), os.getcwd(), sys.stdout)
+    try:
+        said = levels(env)
+    finally:
+        Threaded.stop.set()
+    assert [line for line in said if says in line and line.endswith("other environments and the trainer share it.")], (
+        said
+    )
+    assert (time.monotonic, time.sleep, random.random, sys.getrecursionlimit(), os.getcwd(), sys.stdout) == before
+    assert os.environ["HOME"] == "/home/somebody"
+
+
 def test_a_factory_that_cannot_be_sent_to_a_process_is_an_error():
     lock = threading.Lock()
 

@@ -13,6 +13,7 @@ import pytest
 
 from agentrl.environment import Environment
 from agentrl.errors import ConfigurationError, EnvironmentFailed, RunStopped, ToolDefinitionError
+from agentrl.mixing import EnvironmentSpec
 from agentrl.pool import EnvironmentPool
 
 
@@ -107,6 +108,7 @@ async def async_factory():
         (lambda: Env, "must return a new environment"),
         (lambda: 1 / 0, "ZeroDivisionError"),
         (async_factory, "is async"),
+        (functools.partial(EnvironmentSpec, Env), "Pass the spec itself"),
     ],
 )
 def test_what_cannot_work_fails_at_construction(factory, says):

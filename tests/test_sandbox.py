@@ -248,8 +248,11 @@ def test_a_child_of_a_fork_leaves_its_parents_sandboxes_alone(box: Sandbox) -> N
     if child == 0:
         from agentrl.sandbox.reaper import close_all
 
-        close_all()
-        os._exit(0)
+        try:
+            close_all()
+            box.close()  # as the end of a `with` block would, or a pool that the child closes
+        finally:
+            os._exit(0)
     os.waitpid(child, 0)
     assert box.alive() and box.exec(["echo", "here"]).stdout == "here\n"
 

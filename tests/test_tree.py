@@ -228,15 +228,18 @@ def test_each_token_meets_its_root_path_once_in_some_bucket(tree: tuple, window:
             )
 
 
-@given(trees(longest=9), st.integers(1, 4))
+@given(trees(longest=9), st.integers(1, 4), st.integers(1, 4))
 @settings(max_examples=60, deadline=None)
-def test_pieces_are_about_as_long_as_asked_and_continue_each_other(tree: tuple, piece: int):
+def test_pieces_are_about_as_long_as_asked_and_continue_each_other(tree: tuple, piece: int, most: int):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layout_module, "PIECE", piece)
+        patch.setattr(layout_module, "MOST_PIECES", most)
         whole = Layout.of(*tree, CPU)
         pieces = whole.in_pieces()
     assert sum(pieces.lengths) == sum(whole.lengths) and set(whole.starts) <= set(pieces.starts)
-    assert all(0 < n <= max(1, 1.5 * piece) for n in pieces.lengths)
+    longest = max(1.0, 1.5 * piece, max(whole.lengths) / most + 1)
+    assert all(0 < n <= longest for n in pieces.lengths)
+    assert len(pieces.lengths) <= most * len(whole.lengths)
     assert pieces.depths == tuple(int(d) for d in whole._positions()[list(pieces.starts)])
 
 

@@ -3,9 +3,10 @@
     OMP_NUM_THREADS=1 python tests/benchmarks/bench_tree.py             # tiny model and SmolLM2-135M's shape
     OMP_NUM_THREADS=1 python tests/benchmarks/bench_tree.py --model tiny
 
-Random weights: what is measured does not depend on them. `smollm2/3` has 3 of SmolLM2-135M's 30 layers. The three ways take turns; a figure is the quickest of its
-turns, in CPU seconds of this process. `unpacked/packed` is tokens before and after sharing (batch/packing_ratio), and
-`of it` is the speed-up as a share of that. Peak memory is of one process per way, above what it had before.
+Random weights: what is measured does not depend on them. `smollm2/3` has 3 of SmolLM2-135M's 30 layers. The three ways
+take turns; a figure is the quickest of its turns, in CPU seconds of this process. `unpacked/packed` is tokens before
+and after sharing (batch/packing_ratio), and `of it` is the speed-up as a share of that. Peak memory is of one process
+per way, above what it had before.
 """
 
 from __future__ import annotations
@@ -175,7 +176,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--model", choices=("tiny", "smollm2"))
     parser.add_argument("--layers", type=int, help="fewer layers than the model has, for a quick look")
-    parser.add_argument("--turns", type=int, help="of each way; by default 12 for the tiny model, 2 for SmolLM2-135M")
+    parser.add_argument("--turns", type=int, help="of each way; by default 24 for the tiny model, 2 for SmolLM2-135M")
     parser.add_argument("--case", choices=CASES)
     parser.add_argument("--peak", choices=CASES, help=argparse.SUPPRESS)
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
@@ -193,7 +194,7 @@ def main() -> int:
             policy = PolicyForward(model_of(name, layers), 1.0)
             policy.probe()
             assert policy.packs and policy.least_shared
-            turns = options.turns or (12 if name == "tiny" else 2)
+            turns = options.turns or (24 if name == "tiny" else 2)
             fine.append(report(name, layers, case, compare(policy, CASES[case](), turns)))
         if options.case in (None, DEEP):
             fine.append(memory(name, DEEP, options.layers or (FEW if name == "smollm2" else None)))
