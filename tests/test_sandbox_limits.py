@@ -75,7 +75,7 @@ def test_the_filter_lets_through_and_denies(machine: str, arch: int, call: tuple
 
 
 def test_memory_that_no_cgroup_counts_is_denied() -> None:
-    for number in (319, 29):  # memfd_create, shmget
+    for number in (319, 29, 68, 64):  # memfd_create, shmget, msgget, semget
         assert judge(seccomp.program(counted=True, machine="x86_64"), X86, number) == "allow"
         assert judge(seccomp.program(counted=False, machine="x86_64"), X86, number) == "errno 1"
 

@@ -91,6 +91,7 @@ def test_trained_tokens_inside_the_shared_part(kind: str):
     *MUST_NOT,
     ("GPT2", {"resid_pdrop": 0.1}), ("GPT2", {"attn_pdrop": 0.1}), ("GPT2", {"embd_pdrop": 0.1}),
     ("Llama", {"attention_dropout": 0.1}),
+    ("Mixtral", {"num_local_experts": 2, "num_experts_per_tok": 1, "router_jitter_noise": 0.1}),
     ("OPT", {"ffn_dim": 32, "word_embed_proj_dim": 16, "dropout": 0.1}),  # a number, no module
 ])  # fmt: skip
 def test_models_that_must_not_share_do_not(kind: str, changes: dict[str, Any]):

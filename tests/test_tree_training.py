@@ -227,3 +227,13 @@ def test_the_default_budget_is_a_padded_micro_batch():
     items = forked(0, 3)
     longest = max(len(s.input_ids) for i in items for s in i.sequences)
     assert row_budget(items, 4, None) == 4 * longest and row_budget(items, 4, 9) == 9 and row_budget([], 4, None) == 4
+
+
+def test_a_budget_is_refused_where_micro_batches_must_stay_whole(tmp_path: Path):
+    """A load-balancing loss is one of a micro-batch; a row of it may be longer than any budget."""
+    experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
+    sizes = {"vocab_size": len(kit.tokenizer()), "eos_token_id": END, "max_position_embeddings": 2048}
+    model = kit.build("Qwen3Moe", **experts, **sizes)
+    with pytest.raises(ConfigurationError, match="token_budget cannot be kept with a load-balancing loss"):
+        kit.trainer(model, kit.Fixed(TABLE), kit.config(tmp_path, token_budget=20, router_aux_loss_coef=0.1))
+    kit.trainer(model, kit.Fixed(TABLE), kit.config(tmp_path, token_budget=20, router_aux_loss_coef=0.0)).close()

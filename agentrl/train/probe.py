@@ -43,7 +43,7 @@ def find_ways(policy: PolicyForward) -> None:
         policy.packs = _agrees(policy, row, plain, "packing") and policy.packs  # a mask may have switched it off
         policy.longest_packed = unheeded(config, row.longest)
         if policy.packs and _drops_out(policy.model):
-            policy.why_not_shared = "the model drops out (set disable_dropout=True)"
+            policy.why_not_shared = "dropout (which disable_dropout=True turns off) or router noise is on"
         elif policy.packs:
             policy.why_not_shared = f"{type(policy.model).__name__} gives other numbers with it"
             parts = _forked(row)
@@ -63,6 +63,7 @@ def _drops_out(model: torch.nn.Module) -> bool:
         named = [value for name, value in vars(module).items() if "drop" in name]  # attention_dropout, OPT's dropout
         if isinstance(module, torch.nn.Dropout):
             named.append(module.p)
+        named.append(getattr(module, "jitter_noise", 0.0))  # of a router: as random as dropout
         if any(isinstance(value, float) and value > 0 for value in named):
             return True
     return False

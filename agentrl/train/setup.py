@@ -114,6 +114,11 @@ def check_router(model: Any, args: GRPOConfig) -> float:
     causal = bare(model)
     asked = routes(causal)
     if asked and router_loss_of(causal) is not None:
+        if args.token_budget is not None:
+            raise ConfigurationError(
+                "token_budget cannot be kept with a load-balancing loss, for which each micro-batch is a row of its own. "
+                "Leave it out and lower per_device_train_batch_size, or set router_aux_loss_coef=0.0."
+            )
         return float(coef)
     if given is None and not asked:
         return 0.0  # the config of a family whose other members are mixtures of experts
