@@ -184,6 +184,13 @@ def _reset_signature(env: object) -> tuple[frozenset[str], frozenset[str], bool]
     return found
 
 
+def _is_finite(number: numbers.Real) -> bool:
+    try:
+        return math.isfinite(number)
+    except OverflowError:  # an int that no float can hold
+        return False
+
+
 # --- one instance at work --------------------------------------------------------------
 class Instance:
     """One environment object and the thread that its sync calls run on. `env` is None for rollouts without one."""
@@ -245,7 +252,7 @@ class Instance:
             return None
         value = await self._stage("reward", method, {}, timeout)
         number = value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value
-        if not isinstance(number, numbers.Real) or not math.isfinite(number):
+        if not isinstance(number, numbers.Real) or not _is_finite(number):
             raise EnvironmentFailed(
                 f"{self.name}.get_reward() returned {value!r:.80}. It must return a finite number.", stage="reward"
             )

@@ -201,6 +201,10 @@ def validate_environment(env: Any, factory: Any) -> None:
     """What the factory built is an environment: `reset`, a `get_reward` without arguments, documented tools."""
     if env is None or isinstance(env, type):
         raise ConfigurationError(f"{_name(factory)} returned {env!r}. It must return a new environment.")
+    if isinstance(env, EnvironmentSpec):
+        raise ConfigurationError(
+            f"{_name(factory)} returned an EnvironmentSpec. Pass the spec itself, not what makes it."
+        )
     name = type(env).__name__
     for method, needed in (("reset", True), ("get_reward", False)):
         found = getattr(env, method, None)

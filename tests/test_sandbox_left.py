@@ -182,7 +182,7 @@ def test_F167_what_a_killed_run_has_left_is_reaped() -> None:
         process.wait()
     # And what the kernel does not end by itself: a process that has escaped the fate of its namespaces.
     drop = lease.Lease(numbers[0], uid, -1).drop() if AS_ROOT else []
-    stray = subprocess.Popen([*drop, "sh", "-c", "read wait", f"agentrl-{numbers[0]}"], stdin=subprocess.PIPE)
+    stray = subprocess.Popen([*drop, "sh", "-c", "read wait", f"agentrl-sandbox-{numbers[0]}"], stdin=subprocess.PIPE)
     time.sleep(0.1)
     said = "\n".join(reap())
     assert stray.wait(5) == -signal.SIGKILL

@@ -113,6 +113,7 @@ def examine_environment(
     stuck = examination.watch.run(examination.everything(env_or_factory))
     if stuck is not None:
         examination.leave(stuck)
+    examination.tell_shared()
     cost = examination.token_cost(tokenizer, tokenizer_name) if stuck is None else None
     return examination.report(cost)
 
@@ -129,6 +130,12 @@ class _Examination:
         self.source = ""  # the environment's file
 
     # --- the report --------------------------------------------------------------------
+    def tell_shared(self) -> None:
+        """A warning for each thing that the environment changed for the whole process."""
+        name = self.player.name if self.player is not None else "The environment"
+        for what in self.watch.shared.changes():
+            self.add("warning", f"{name} {what}, for the whole process: other environments and the trainer share it.")
+
     def add(self, level: Level, what: str) -> None:
         self.findings.append(Finding(level, what))
 

@@ -9,6 +9,8 @@ from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from agentrl.check.shared import Shared
+
 _GRACE_S = 3.0  # beyond a call's own deadline, which only code that blocks the event loop can miss
 _STOP_S = 5.0  # for a check that was interrupted to close what it built
 
@@ -24,6 +26,7 @@ class Watch:
         self.timeout = timeout
         self._now: dict[object, tuple[str, float]] = {}
         self._given_up = False
+        self.shared = Shared()
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
@@ -38,6 +41,7 @@ class Watch:
             yield
         finally:
             self._now.pop(token, None)
+            self.shared.put_back()
         if self._given_up:
             raise Abandoned
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from agentrl import pictures
 from agentrl.environment import Instance, reset_kwargs
 from agentrl.errors import AgentRLError, ConfigurationError, SamplerError
-from agentrl.rollout.messages import characters, check_output, opening, read_message
+from agentrl.rollout.messages import TOO_DEEP, characters, check_output, opening, read_message, shallow
 from agentrl.rollout.sequences import completion_ids, to_sequences
 from agentrl.tool_schema import Tool, describe_unknown
 from agentrl.types import (
@@ -226,7 +226,12 @@ class Episode:
                 raise SamplerError("The sampler drew ids, and there is no tokenizer to read them: pass tokenizer=...")
             if self.text is not None:
                 return ParsedTurn({"role": "assistant", "content": self.renderer.plain_text(output.ids)})
-            return self.renderer.parse(output.ids, self.schemas, start=len(self.calls), prompt_ids=prompt)
+            try:
+                return shallow(self.renderer.parse(output.ids, self.schemas, start=len(self.calls), prompt_ids=prompt))
+            except RecursionError:
+                call = ParsedCall(f"call_{len(self.calls)}", "", error=f"This tool call was not run: {TOO_DEEP}.")
+                text = self.renderer.plain_text(output.ids)
+                return ParsedTurn({"role": "assistant", "content": text}, (call,))
         except AgentRLError:
             raise
         except Exception as e:

@@ -11,6 +11,10 @@ from typing import Any
 from agentrl.errors import ConfigurationError, SamplerError
 from agentrl.types import Content, Message, ParsedCall, ParsedTurn, SampleOutput, SampleRequest
 
+MOST_LEVELS = 100  # of dicts and lists in a call's arguments: whoever copies or writes them recurses
+TOO_DEEP = f"its arguments are nested too deeply (more than {MOST_LEVELS} levels)"
+_NESTS = (Mapping, list, tuple)
+
 
 def opening(prompt: Any, observation: Content | None, row: str, environment: str | None) -> list[Message]:
     """The first messages: the row's prompt with what `reset` returned at the end of its last user message.
@@ -170,4 +174,36 @@ def _read_call(call: Any, name: str) -> ParsedCall:
         kind = type(value).__name__
         error = f'This call of {tool} was not run: "arguments" must be a JSON object, not a {kind}.'
         return ParsedCall(name, tool, error=error)
+    if nested_deeper(value, MOST_LEVELS):
+        return ParsedCall(name, tool, error=f"This call of {tool} was not run: {TOO_DEEP}.")
     return ParsedCall(name, tool, value)
+
+
+def nested_deeper(value: Any, levels: int) -> bool:
+    """Whether dicts and lists lie in one another more than so many times. Never recurses.
+
+    >>> nested_deeper({"a": [1]}, 2), nested_deeper({"a": [[1]]}, 2)
+    (False, True)
+    """
+    layer = [value]
+    for _ in range(levels + 1):
+        inner = [each.values() if isinstance(each, Mapping) else each for each in layer if isinstance(each, _NESTS)]
+        if not inner:
+            return False
+        layer = [each for values in inner for each in values]
+    return True
+
+
+def shallow(turn: ParsedTurn) -> ParsedTurn:
+    """The turn; calls whose arguments are nested too deeply for whoever copies, checks or writes them are errors."""
+    deep = {call.id for call in turn.calls if nested_deeper(call.arguments, MOST_LEVELS)}
+    if not deep:
+        return turn
+    error = "This call of {} was not run: " + TOO_DEEP + "."
+    calls = tuple(
+        ParsedCall(call.id, call.name, error=error.format(call.name)) if call.id in deep else call
+        for call in turn.calls
+    )
+    message = {key: value for key, value in turn.message.items() if key != "tool_calls"}
+    fine = [call for call in turn.message.get("tool_calls") or () if call["id"] not in deep]
+    return ParsedTurn(message | ({"tool_calls": fine} if fine else {}), calls)

@@ -36,6 +36,7 @@ class UnsafeSandbox:
         warnings.warn(WARNING, RuntimeWarning, stacklevel=3)
         self.spec = spec
         self._closed = False
+        self._owner = os.getpid()
         self._folder = Path(tempfile.mkdtemp(prefix="agentrl-unsafe-"))
         reaper.track(self)
 
@@ -127,7 +128,7 @@ class UnsafeSandbox:
 
     def close(self) -> None:
         """The temporary folder is gone."""
-        if not self._closed:
+        if not self._closed and os.getpid() == self._owner:  # a forked child leaves its parent's alone
             self._closed = True
             shutil.rmtree(self._folder, ignore_errors=True)
             reaper.untrack(self)

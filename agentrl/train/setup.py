@@ -116,7 +116,7 @@ def check_router(model: Any, args: GRPOConfig) -> float:
     if asked and router_loss_of(causal) is not None:
         if args.token_budget is not None:
             raise ConfigurationError(
-                "token_budget cannot be kept with a load-balancing loss, for which each micro-batch is a row of its own. "
+                "token_budget cannot be kept with a load-balancing loss: each micro-batch is a row of its own there. "
                 "Leave it out and lower per_device_train_batch_size, or set router_aux_loss_coef=0.0."
             )
         return float(coef)

@@ -38,6 +38,7 @@ class BubblewrapSandbox:
         self._holder: holder.Holder | None = None
         self._group = cgroup.Cgroup({}, 1)
         self._closed = False
+        self._owner = os.getpid()
         self._lease = lease.lease()
         reaper.track(self)
         try:
@@ -176,7 +177,7 @@ class BubblewrapSandbox:
 
     def close(self) -> None:
         """See `Sandbox.close`."""
-        if self._closed:
+        if self._closed or os.getpid() != self._owner:  # a forked child must not end its parent's sandbox
             return
         self._closed = True
         if self._holder is not None:

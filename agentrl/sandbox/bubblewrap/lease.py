@@ -130,7 +130,7 @@ def processes(held: Lease) -> Iterator[int]:
 
 def mark(held: Lease) -> bytes:
     """A word in the command lines of a sandbox's outermost processes (its host name), by which they are known."""
-    return f"agentrl-{held.number}".encode()
+    return f"agentrl-sandbox-{held.number}".encode()  # not a word that a person would choose
 
 
 def _is_zombie(pid: str) -> bool:

@@ -44,7 +44,9 @@ DENIED: dict[str, tuple[int | None, int | None]] = {
 }  # fmt: skip
 
 # Memory that no process's size shows: denied where no cgroup counts it. The first has a fall-back in every library.
-UNCOUNTED: dict[str, tuple[int | None, int | None]] = {"memfd_create": (319, 279), "shmget": (29, 194)}
+UNCOUNTED: dict[str, tuple[int | None, int | None]] = {
+    "memfd_create": (319, 279), "shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190),
+}  # fmt: skip
 
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 CLONE, CLONE3, SOCKET, SOCKETPAIR, IOCTL = (56, 220), (435, 435), (41, 198), (53, 199), (16, 29)
