@@ -204,7 +204,6 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("F091 unknown", {"environment_factory": {"a": Door, "b": Lamp},
                       "train_dataset": [{"environment": e} for e in ("a", "b", "c", None)]}, r"None.*'c'|'c'.*None"),
     ("F091 column", {"environment_factory": {"a": Door}, "train_dataset": ROWS}, r"'environment' column"),
-    ("F091 no data", {"environment_factory": {"a": Door, "b": Lamp}}, r"environment.*column"),
     ("empty dict", {"environment_factory": {}, "train_dataset": ROWS}, r"empty dict"),
     ("weights", {"train_dataset": ROWS, "reward_funcs": length, "args": {"reward_weights": [1.0, 2.0]}},
      r"2 values for 1"),
