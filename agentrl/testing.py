@@ -67,6 +67,7 @@ def assert_environment(
     Raises:
         AssertionError: With one line for each error and warning.
     """
+    __tracebackhide__ = True  # pytest shows the caller's line
     report = examine_environment(env_or_factory, rows=rows, seed=seed, gold=gold, timeout=timeout)
     levels = ("error", "warning") if warnings else ("error",)
     wrong = [str(finding) for finding in report.findings if finding.level in levels]

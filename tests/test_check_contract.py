@@ -656,10 +656,12 @@ def test_what_an_environment_changes_for_the_whole_process_is_said_and_put_back(
         said = levels(env)
     finally:
         Threaded.stop.set()
+        limit = sys.getrecursionlimit()
+        sys.setrecursionlimit(before[3])  # else a red run would make every later test red
     assert [line for line in said if says in line and line.endswith("other environments and the trainer share it.")], (
         said
     )
-    assert (time.monotonic, time.sleep, random.random, sys.getrecursionlimit(), os.getcwd(), sys.stdout) == before
+    assert (time.monotonic, time.sleep, random.random, limit, os.getcwd(), sys.stdout) == before
     assert os.environ["HOME"] == "/home/somebody"
 
 

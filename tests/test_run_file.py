@@ -111,6 +111,7 @@ def changed(old: str, new: str) -> str:
         (changed("tiny = true", 'name = ["a"]'), "'model.name' must be text or none; it is a list: ['a']."),
         (changed("tiny = true", ""), "[model] needs either a name or tiny = true"),
         (changed("tiny = true", 'tiny = true\nname = "a"'), "[model] needs either a name or tiny = true"),
+        (changed("tiny = true", "tiny = true\nwarm_up = { steps = 5 }"), "warm_up does nothing with tiny = true"),
         (changed("tiny = true", 'tiny = true\npeft = "lora"'), "'model.peft' must be a table; it is text."),
         (changed("tiny = true", "tiny = true\npeft = {rank = 8}"), "Unknown key 'model.peft.rank'."),
         (changed('id = "agentrl/Hunt-v0"', ""), "'environment' lacks the key 'id'."),

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_objective_invariances import LOSSES, Outcome, Settings, assert_same, chosen, item, parts, sequence, step
 
-from agentrl.errors import ConfigurationError
+from agentrl.errors import ConfigurationError, RunStopped
 from agentrl.train.rows import TrainItem
 from agentrl.train.step import frozen_log_probs, row_budget
 from agentrl.train.trainer import GRPOTrainer
@@ -201,12 +201,9 @@ def test_samples_beyond_the_budget_are_named_counted_and_not_trained(tmp_path: P
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 @pytest.mark.parametrize("budget", [2, 5])
-def test_everything_is_beyond_the_budget(tmp_path: Path, beta: float, budget: int):
-    with pytest.warns(UserWarning, match=r"8 of 8 samples"):
-        made, got = run(tmp_path, 1, token_budget=budget, beta=beta)
-    last = made.state.log_history[0]
-    assert last["batch/dropped_oversize_count"] == 8 and last["agentrl/no_signal_steps"] == 1.0
-    assert last["loss"] == 0.0 and torch.equal(got, kit.weights(kit.policy()))
+def test_F105_a_run_whose_samples_are_all_beyond_the_budget_stops(tmp_path: Path, beta: float, budget: int):
+    with pytest.raises(RunStopped, match=r"All 8 samples are longer .* Raise token_budget"):
+        run(tmp_path, 1, token_budget=budget, beta=beta)
 
 
 def test_a_budget_that_holds_everything_warns_of_nothing(tmp_path: Path):

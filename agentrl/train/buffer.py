@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from accelerate.utils import broadcast_object_list
 
+from agentrl.errors import RunStopped
 from agentrl.train.correction import applies
 from agentrl.train.generation import AdvantageSettings, Cycle, PlayGroups, play_cycle, recorded_log_probs, with_tensors
 from agentrl.train.metrics import add_reward_metrics, add_rollout_metrics, add_speed, prompt_tokens, sampled_tokens
@@ -126,7 +127,11 @@ class RolloutBuffer:
         return sorted([trained[i] for i in parts[rank]] + [place for place in home if not items[place].trained_tokens])
 
     def _within_budget(self, items: list[TrainItem]) -> list[TrainItem]:
-        """Rollouts without the sequences that no row of `token_budget` tokens holds, each of which is counted."""
+        """Rollouts without the sequences that no row of `token_budget` tokens holds, each of which is counted.
+
+        Raises:
+            RunStopped: That is all of them.
+        """
         budget, trainer = self.trainer.args.token_budget, self.trainer
         if budget is None:
             return items
@@ -135,12 +140,12 @@ class RolloutBuffer:
             trainer.window["train"].count("batch/dropped_oversize_count", len(long))
         if long:
             most, which = max((len(sequence.input_ids), items[i].index) for i, sequence in long)
-            warnings.warn(
-                f"{len(long)} of {sum(len(item.sequences) for item in items)} samples are longer than "
-                f"token_budget={budget} (the longest, of rollout {which}, has {most} tokens) "
-                "and are not trained. Raise token_budget, or shorten prompts or max_completion_length.",
-                stacklevel=2,
-            )
+            total = sum(len(item.sequences) for item in items)
+            text = f"samples are longer than token_budget={budget} (the longest, of rollout {which}, has {most} tokens)"
+            advice = "Raise token_budget, or shorten prompts or max_completion_length."
+            if len(long) == total:
+                raise RunStopped(f"All {total} {text}: nothing of a generation batch can be trained. {advice}")
+            warnings.warn(f"{len(long)} of {total} {text} and are not trained. {advice}", stacklevel=2)
         for i in {i for i, _ in long}:
             kept = tuple(s for s in items[i].sequences if len(s.input_ids) <= budget)
             items[i] = replace(items[i], sequences=kept)

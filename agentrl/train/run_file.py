@@ -151,6 +151,13 @@ def _run(path: Path, table: dict[str, Any]) -> RunFile:
     model: ModelSection = read["model"]
     if (model.name is None) != model.tiny:
         raise ConfigurationError("[model] needs either a name or tiny = true.")
+    given = [
+        key for key in ("tokenizer", "dtype", "revision", "gguf_file", "warm_up") if getattr(model, key) is not None
+    ]
+    if model.tiny and given:
+        raise ConfigurationError(
+            f"[model] {given[0]} does nothing with tiny = true, whose policy is made and warmed up here. Leave it out."
+        )
     environments = _environments(table.get("environment"))
     if not environments and "data" not in read:
         raise ConfigurationError("There is nothing to play: give an [environment], [data], or both.")

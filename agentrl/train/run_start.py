@@ -17,6 +17,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from agentrl.errors import AgentRLError, ConfigurationError
 from agentrl.train.run_build import RunParts, build_trainer, check_writable, grpo_config, load_parts
 from agentrl.train.run_file import RunFile
+from agentrl.train.short_log import short_line
 
 Say = Callable[[str], None]
 
@@ -161,9 +162,4 @@ class Progress(TrainerCallback):
         if "reward" not in logs:
             return
         self.rewards.append(logs["reward"])
-        parts = [f"step {state.global_step}/{state.max_steps}", f"reward {logs['reward']:.3f}"]
-        for name, label in (("loss", "loss"), ("completions/mean_length", "tokens"), ("tools/call_frequency", "calls")):
-            if name in logs:
-                parts.append(f"{label} {logs[name]:.3g}")
-        parts.append(f"{time.perf_counter() - self._started:.0f} s")
-        self.say("  ".join(parts))
+        self.say(f"{short_line(logs, state.global_step, state.max_steps)}  {time.perf_counter() - self._started:.0f} s")

@@ -38,20 +38,20 @@ def sharing_of(items: Sequence[TrainItem], budget: int, least: int | None) -> Sh
     for row in plan_rows(trained, budget, least):
         computed += len(tree_of([s.input_ids for i in row for s in trained[i].sequences], least).ids_T)
     every = [s.input_ids for item in trained for s in item.sequences]
-    return Sharing(sum(map(len, every)), computed, len(tree_of(every, 1).ids_T))
+    return Sharing(sum(map(len, every)), computed, len(tree_of(every, least or 1).ids_T))
 
 
 def sharing_text(sharing: Sharing, least: int | None, why_not: str) -> str | None:
     """A sentence for the terminal; None where nothing is shared or could be.
 
     >>> sharing_text(Sharing(5120, 1536, 1536), 1, "")
-    'Sharing is worth 3.3x on your data: 5,120 tokens of a step are 1,536 to compute.'
+    "Sharing is worth 3.3x on your data: of a step's 5,120 tokens 1,536 are computed, shared beginnings once."
     """
     if sharing.at_best < WORTH_SAYING:
         return None
     if least is None:
         return f"Sharing would be worth {sharing.at_best:.1f}x on your data, but {why_not}."
-    what = f"{sharing.tokens:,} tokens of a step are {sharing.computed:,} to compute"
+    what = f"of a step's {sharing.tokens:,} tokens {sharing.computed:,} are computed, shared beginnings once"
     if sharing.now < 0.8 * sharing.at_best:
         hint = f"{sharing.at_best:.1f}x with token_budget={sharing.distinct}, which takes more memory"
         return f"Sharing is worth {sharing.now:.1f}x on your data: {what} ({hint})."

@@ -95,8 +95,8 @@ class ShortProgress(ProgressCallback):
 def say(trainer: Trainer, text: str) -> None:
     """The line is where the logs of the run are printed; nowhere if they are not."""
     for callback in trainer.callback_handler.callbacks:
-        if isinstance(callback, (ShortPrinter, ShortProgress)):
-            callback.say(text)
+        if callable(line := getattr(callback, "say", None)):
+            line(text)
 
 
 def shorten(trainer: Trainer) -> None:
