@@ -111,8 +111,9 @@ def _segments(
         outs.append(flat if bucket.real_R is None else flat.index_select(0, bucket.real_R))
     if len(outs) == 1 and layout.own[0].span is not None:
         return outs[0]
-    rows = torch.cat([bucket.rows_R for bucket in layout.own])
-    return torch.cat(outs).index_select(0, torch.argsort(rows))
+    if "order" not in layout.kept:
+        layout.kept["order"] = torch.argsort(torch.cat([bucket.rows_R for bucket in layout.own]))
+    return torch.cat(outs).index_select(0, layout.kept["order"])
 
 
 def _side_by_side(x_TnD: Tensor, bucket: Bucket) -> Tensor:
