@@ -200,7 +200,9 @@ def gymnasium_spec(id: str) -> Any:
     spec = registry.get(name)
     if spec is None:
         ours = sorted(one for one, known in registry.items() if isinstance(known.entry_point, ConversationalEntry))
-        listed = f" Registered: {', '.join(ours)}." if ours else ""
+        listed = ", ".join(ours[:6])
+        if ours:
+            listed = f" Registered: {listed}, ... (agentrl env list)." if len(ours) > 6 else f" Registered: {listed}."
         proposal = _did_you_mean(name, [*ours, *sorted(set(registry) - set(ours), reverse=True)])
         raise ConfigurationError(f"No environment is registered as '{id}'.{proposal}{listed}")
     return spec
