@@ -23,6 +23,7 @@ from agentrl.lane import Closer, Lane, attempt
 from agentrl.tool_schema import Tool, build_tool, clean_text, is_async_callable, to_content
 from agentrl.types import Content, ToolResult
 
+MOST_CHARACTERS = 1_000_000  # of a text that a tool returns: more than any context holds, and tokenised in a second
 _ROW_KEYS = frozenset({"prompt", "environment"})  # ours; reset does not get them
 
 
@@ -275,7 +276,7 @@ class Instance:
             inline = tool.inline or (self.inline and tool.on_instance)
             ok, value = await self._caller.invoke(tool.function, args, kwargs, timeout, inline=inline)
             if ok:
-                return ToolResult(to_content(value), None, time.perf_counter() - start)
+                return ToolResult(_bounded(to_content(value)), None, time.perf_counter() - start)
         except Late:
             raise EnvironmentFailed(
                 f"{self._label(tool)} did not return within {timeout:g} s and was abandoned.",
@@ -365,3 +366,16 @@ class Instance:
             return value
         deadline = isinstance(value, EnvironmentFailed) and value.deadline
         raise EnvironmentFailed(f"{label} failed: {describe(value)}.", stage=stage, deadline=deadline) from value
+
+
+def _bounded(content: Content) -> Content:
+    """What a tool returned, texts cut where nobody reads on; the model is told.
+
+    >>> _bounded("x" * 1_000_001)[-40:]
+    'xx... (cut: 1,000,001 characters in all)'
+    """
+    if isinstance(content, str):
+        if len(content) <= MOST_CHARACTERS:
+            return content
+        return f"{content[:MOST_CHARACTERS]}... (cut: {len(content):,} characters in all)"
+    return [block | {"text": _bounded(block["text"])} if block.get("type") == "text" else block for block in content]

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from agentrl.environment import Environment
+from agentrl.environment import Environment, Instance
 from agentrl.errors import ConfigurationError
 from agentrl.pool import EnvironmentPool
 from agentrl.render import Renderer
@@ -240,3 +240,19 @@ def test_a_tool_that_prints_1_gb_prints_it_and_nothing_of_it_is_kept():
     assert done.returncode == 0, done.stderr
     content, megabytes = done.stderr.split()
     assert content == "hoarse" and int(megabytes) < 64
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_a_text_that_no_context_holds_is_cut_and_the_model_is_told(blocks: bool):
+    text = "ab" * 5_000_000
+    env = world(act=lambda: [{"type": "text", "text": text}] if blocks else text)()
+
+    async def acted():
+        instance = Instance(env)
+        await instance.reset({})
+        return (await instance.call(instance.tools["act"], {}, 30.0)).content
+
+    content = asyncio.run(acted())
+    shown = content[0]["text"] if blocks else content
+    assert shown.startswith("abab") and shown.endswith("... (cut: 10,000,000 characters in all)")
+    assert len(shown) < 1_000_100
