@@ -501,7 +501,9 @@ def test_F167_what_a_killed_run_has_left_is_reaped_and_nothing_else(default_imag
             child.wait()
             time.sleep(0.5)
             assert len(containers("orphaned")) == 2, "its child still holds the connections"
-            assert sorted(name.split(" of run ")[1] for name in reap()) == ["orphaned"] * 2
+            # another test's process may reap at its own start: what is left is ours, and in the end nothing is
+            assert {name.split(" of run ")[1] for name in reap()} <= {"orphaned"}
+            assert not containers("orphaned")
         finally:
             os.killpg(child.pid, signal.SIGKILL)
         assert not containers("orphaned") and len(containers("living")) == 1
@@ -709,3 +711,16 @@ def starts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         stranger.kill()
         stranger.wait()
+
+
+@pytest.mark.slow
+@engine
+def test_a_command_is_never_killed_by_the_end_of_the_one_before(default_image):
+    """Process 1 takes a signal when it gets to it: a sweep that was not needed killed the next command."""
+
+    def commands(number: int) -> list[str]:
+        with DockerSandbox(SandboxSpec(), "one-after-another") as sandbox:
+            return [sandbox.exec(["python3", "-c", f"print({n})"], timeout_s=60).stdout.strip() for n in range(8)]
+
+    with ThreadPoolExecutor(64) as threads:
+        assert list(threads.map(commands, range(64))) == [[str(n) for n in range(8)]] * 64

@@ -92,8 +92,7 @@ class DockerSandbox:
         data = stdin.encode("utf-8", "surrogatepass") if isinstance(stdin, str) else bytes(stdin or b"")
         done, reason = self._run(argv, data, timeout_s, max_output_bytes, env or {}, cwd)
         with self._engine("the end of a command"):
-            # Code that reads the runner's memory can say its last words in its place, and go on.
-            self._sweep()
+            self._settle()
         return ExecResult(
             exit_code=done.code,
             stdout=done.out.decode("utf-8", "replace"),
@@ -221,6 +220,27 @@ class DockerSandbox:
 
         with contextlib.suppress(APIError):  # no process 1 any more: then there is nothing to kill
             self._client.kill(self._id, signal="SIGUSR1")
+
+    def _settle(self) -> None:
+        """Nothing but process 1 is left: code that reads the runner's memory can say its last words for it, and go on.
+
+        Swept only where something is left after a moment: process 1 takes a signal when it gets to it, and that may be
+        when the next command runs already. What is still there shows that it has not got to it yet.
+        """
+        from docker.errors import APIError
+
+        swept = False
+        for pause_s in (0.0, 0.01, 0.03, 0.1, 0.1, 0.3, 0.5, 1.0, 1.0):
+            time.sleep(pause_s)
+            try:
+                left = len(self._client.top(self._id)["Processes"] or ())
+            except APIError:  # no process 1 any more, which the next command will find, or an engine without ps
+                return
+            if left <= 1:
+                return
+            if pause_s >= 0.1 and not swept:
+                self._sweep()
+                swept = True
 
     @contextlib.contextmanager
     def _engine(self, what: str) -> Iterator[None]:
