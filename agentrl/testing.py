@@ -26,13 +26,14 @@ from typing import Any
 
 from agentrl.check import CheckReport, Finding, Gold, check_environment, examine_environment, gold_of, read_turn
 from agentrl.environment import Instance
-from agentrl.errors import AgentRLError, ConfigurationError, EnvironmentFailed, SamplerError
+from agentrl.errors import ConfigurationError
 from agentrl.pool import EnvironmentPool
 from agentrl.registry import resolve
 from agentrl.rollout.engine import RolloutEngine, RolloutSettings
 from agentrl.rollout.group import GroupPlan, play_and_close
+from agentrl.rollout.play import failure_of
 from agentrl.rollout.scoring import Scorer
-from agentrl.types import Deadlines, Outcome, Rollout, SampleOutput, SampleRequest, Task
+from agentrl.types import Deadlines, Rollout, SampleOutput, SampleRequest, Task
 
 __all__ = [
     "CheckReport",
@@ -111,16 +112,8 @@ def gold_episode(
     (group,) = play_and_close(engine, Scorer([]), [plan])
     (rollout,) = group.rollouts
     if rollout.outcome.failed:
-        raise _failure(rollout)
+        raise failure_of(rollout, "The gold episode")
     return rollout
-
-
-def _failure(rollout: Rollout) -> AgentRLError:
-    what = f"The gold episode ended as {rollout.outcome.value}:\n{rollout.error}"
-    if rollout.outcome is Outcome.SAMPLER_FAILED:
-        return SamplerError(what)
-    stage = rollout.outcome.value.removesuffix("_failed")
-    return EnvironmentFailed(what, stage=stage, deadline=rollout.outcome is Outcome.DEADLINE)
 
 
 class _Watched(EnvironmentPool):

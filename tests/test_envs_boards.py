@@ -17,20 +17,7 @@ from agentrl_envs.tictactoe import TicTacToe
 from agentrl_envs.tictactoe import board as three
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-
-def step(env, turn):
-    (made,) = turn["tool_calls"]
-    return getattr(env, made["name"])(**made["arguments"])
-
-
-def gold(env, seed, **row):
-    """(first observation, answers, reward) of an episode of the gold policy."""
-    answers = []
-    first = env.reset(seed=seed, **row)
-    while not env.done:
-        answers.append(step(env, env._gold()))
-    return first, answers, env.get_reward()
+from test_envs_games import gold, step
 
 
 # --- sudoku ----------------------------------------------------------------------------

@@ -204,9 +204,8 @@ def test_what_is_no_arithmetic_is_explained(text, part):
         evaluate(text)
 
 
-_numbers = st.integers(0, 99).map(str)
-_expressions = st.recursive(
-    _numbers,
+expressions = st.recursive(
+    st.integers(0, 99).map(str),
     lambda inner: st.one_of(
         st.tuples(inner, st.sampled_from(["+", "-", "*", "/", "//", "%"]), inner).map(" ".join),
         inner.map(lambda text: f"({text})"),
@@ -216,7 +215,7 @@ _expressions = st.recursive(
 )
 
 
-@given(_expressions)
+@given(expressions)
 @settings(max_examples=200, deadline=None)
 def test_arithmetic_agrees_with_python(text):
     source = re.sub(r"\d+", lambda match: f"Fraction({match[0]})", text)

@@ -14,6 +14,7 @@ from agentrl_tools import Clock, SandboxTools, Search, Workspace, calculator, cl
 from agentrl_tools.calculator import CONSTANTS, FUNCTIONS, ExpressionError, evaluate, shown
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_envs_games import expressions
 
 from agentrl import Environment, check_environment
 from agentrl.check import bad_arguments
@@ -67,18 +68,7 @@ def test_calculator_explains_what_it_does_not_compute(text, part):
     assert answer.startswith("error: ") and part in answer
 
 
-_expressions = st.recursive(
-    st.integers(0, 99).map(str),
-    lambda inner: st.one_of(
-        st.tuples(inner, st.sampled_from(["+", "-", "*", "/", "//", "%"]), inner).map(" ".join),
-        inner.map(lambda text: f"({text})"),
-        inner.map(lambda text: f"-{text}"),
-    ),
-    max_leaves=8,
-)
-
-
-@given(_expressions)
+@given(expressions)
 @settings(max_examples=200, deadline=None)
 def test_calculator_is_exact_where_python_is_made_to_be(text):
     tokens = "".join(f"F({word})" if word.isdigit() else word for word in _split(text))

@@ -240,7 +240,7 @@ def test_pieces_are_about_as_long_as_asked_and_continue_each_other(tree: tuple, 
     longest = max(1.0, 1.5 * piece, max(whole.lengths) / most + 1)
     assert all(0 < n <= longest for n in pieces.lengths)
     assert len(pieces.lengths) <= most * len(whole.lengths)
-    assert pieces.depths == tuple(int(d) for d in whole._positions()[list(pieces.starts)])
+    assert pieces.depths == tuple(int(d) for d in whole.positions()[list(pieces.starts)])
 
 
 @given(st.lists(st.tuples(st.integers(1, 60), st.integers(1, 60)), max_size=20), st.sampled_from([0, 100, 1 << 14]))

@@ -86,12 +86,13 @@ def play_episode(
             sampler.close()  # type: ignore[attr-defined]
     (rollout,) = group.rollouts
     if rollout.outcome.failed:
-        raise _failure(rollout)
+        raise failure_of(rollout, "The episode")
     return rollout
 
 
-def _failure(rollout: Rollout) -> AgentRLError:
-    what = f"The episode ended as {rollout.outcome.value}:\n{rollout.error}"
+def failure_of(rollout: Rollout, name: str) -> AgentRLError:
+    """The error that a failed rollout is to whoever plays one; `name` begins its sentence."""
+    what = f"{name} ended as {rollout.outcome.value}:\n{rollout.error}"
     if rollout.outcome is Outcome.SAMPLER_FAILED:
         return SamplerError(what)
     stage = rollout.outcome.value.removesuffix("_failed")

@@ -18,7 +18,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from agentrl.train.flex import flex_tree_attention
-from agentrl.train.layout import Bucket, Layout
+from agentrl.train.layout import Layout, band, gather
 from agentrl.train.tree_attention import tree_attention
 
 NAME = "agentrl_packed"
@@ -102,8 +102,8 @@ def _segments(
     outs = []
     for bucket in layout.own:
         S, L = bucket.queries_SQ.shape
-        qs, ks, vs = (_side_by_side(x, bucket) for x in (q, k, v))
-        mask = _band(L, window, q.device) if window is not None and window < L else None
+        qs, ks, vs = (gather(x, bucket) for x in (q, k, v))
+        mask = band(L, window, q.device)
         out = F.scaled_dot_product_attention(
             qs, ks, vs, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scale, enable_gqa=grouped
         )
@@ -114,21 +114,6 @@ def _segments(
     if "order" not in layout.kept:
         layout.kept["order"] = torch.argsort(torch.cat([bucket.rows_R for bucket in layout.own]))
     return torch.cat(outs).index_select(0, layout.kept["order"])
-
-
-def _side_by_side(x_TnD: Tensor, bucket: Bucket) -> Tensor:
-    """[S, n, L, D]"""
-    if bucket.span is not None:
-        return x_TnD[slice(*bucket.span)].unflatten(0, bucket.queries_SQ.shape).transpose(1, 2)
-    flat = bucket.queries_SQ.reshape(-1)
-    return x_TnD.index_select(0, flat).unflatten(0, bucket.queries_SQ.shape).transpose(1, 2)
-
-
-def _band(length: int, window: int, device: torch.device) -> Tensor:
-    """[L, L] True where a query may look: itself and the window - 1 tokens before it."""
-    at = torch.arange(length, device=device)
-    distance = at[:, None] - at[None, :]
-    return (distance >= 0) & (distance < window)
 
 
 def _no_mask(*args: object, local_size: int | None = None, **kwargs: object) -> None:

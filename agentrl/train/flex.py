@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from agentrl.train.layout import Layout
+from agentrl.train.tree import Ints
 
 _compiled: list[Any] = []  # flex attention needs compiling on a GPU, once for all shapes
 
@@ -43,7 +45,7 @@ def block_mask(layout: Layout, window: int | None) -> BlockMask:
     """Which keys each query sees; made once for a layout."""
     key = ("flex", window)
     if key not in layout.kept:
-        ends, positions = (torch.tensor(values, device=layout.device) for values in _ends_and_positions(layout))
+        ends, positions = (torch.from_numpy(of).to(layout.device) for of in (_ends(layout), layout.positions()))
 
         reach = None if window is None else torch.tensor(window, device=layout.device)  # a number would be compiled in
 
@@ -56,14 +58,13 @@ def block_mask(layout: Layout, window: int | None) -> BlockMask:
     return layout.kept[key]
 
 
-def _ends_and_positions(layout: Layout) -> tuple[list[int], list[int]]:
-    """For each token where its segment's last descendant ends in the row, and its position."""
+def _ends(layout: Layout) -> Ints:
+    """[T] where the last descendant of each token's segment ends in the row."""
     ends = [start + length for start, length in zip(layout.starts, layout.lengths, strict=True)]
     for s in range(len(ends) - 1, -1, -1):
         if (parent := layout.parents[s]) >= 0:
             ends[parent] = max(ends[parent], ends[s])
-    each = [end for end, length in zip(ends, layout.lengths, strict=True) for _ in range(length)]
-    return each, [d + i for d, n in zip(layout.depths, layout.lengths, strict=True) for i in range(n)]
+    return np.repeat(np.array(ends), layout.lengths)
 
 
 def _flex(device: torch.device) -> Any:

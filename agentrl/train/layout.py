@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentrl.train.tree import Ints
+from agentrl.train.tree import Ints, depths_of
 
 WASTE = 1.15  # padded over real query-key pairs in a bucket, where more than SMALL would be padding
 SMALL = 1 << 14  # query-key pairs that cost less than one more kernel call
@@ -49,10 +49,7 @@ class Layout:
     def of(lengths: tuple[int, ...], parents: tuple[int, ...], device: torch.device) -> Layout:
         """The layout of segments in depth-first order."""
         starts = [0, *np.cumsum(lengths).tolist()][: len(lengths)]
-        depths: list[int] = []
-        for parent in parents:
-            depths.append(depths[parent] + lengths[parent] if parent >= 0 else 0)
-        return Layout(lengths, parents, device, tuple(starts), tuple(depths))
+        return Layout(lengths, parents, device, tuple(starts), tuple(depths_of(lengths, parents)))
 
     def in_pieces(self) -> Layout:
         """The same attention over segments of about `PIECE` tokens: the pieces of a long one continue each other."""
@@ -107,14 +104,35 @@ class Layout:
                 children.setdefault(parent, []).append(np.arange(start, start + seen))
         pairs = [(np.concatenate(below), path[parent]) for parent, below in children.items()]
         groups = together([(len(queries), len(keys)) for queries, keys in pairs])
-        position = None if window is None else self._positions()
+        position = None if window is None else self.positions()
         return tuple(
             _bucket([pairs[i][0] for i in group], [pairs[i][1] for i in group], self.device, window, position)
             for group in groups
         )
 
-    def _positions(self) -> Ints:
+    def positions(self) -> Ints:
+        """[T] each token's place in its sequences."""
         return np.concatenate([np.arange(d, d + n) for d, n in zip(self.depths, self.lengths, strict=True)])
+
+
+def gather(x_TnD: Tensor, bucket: Bucket, *, padding: float | None = None) -> Tensor:
+    """[S, n, Q, D] of a bucket's queries; padding repeats one, or has the value `padding`."""
+    if bucket.span is not None:
+        return x_TnD[slice(*bucket.span)].unflatten(0, bucket.queries_SQ.shape).transpose(1, 2)
+    flat = x_TnD.index_select(0, bucket.queries_SQ.reshape(-1))
+    if padding is not None and bucket.real_R is not None:
+        kept = torch.zeros(len(flat), dtype=torch.bool, device=flat.device).index_fill_(0, bucket.real_R, True)
+        flat.masked_fill_(~kept[:, None, None], padding)
+    return flat.unflatten(0, bucket.queries_SQ.shape).transpose(1, 2)
+
+
+def band(length: int, window: int | None, device: torch.device) -> Tensor | None:
+    """[L, L] True where a query may look: itself and the window - 1 tokens before it; None where all are so near."""
+    if window is None or window >= length:
+        return None
+    at = torch.arange(length, device=device)
+    distance = at[:, None] - at[None, :]
+    return (distance >= 0) & (distance < window)
 
 
 def together(sizes: Sequence[tuple[int, int]]) -> list[list[int]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from agentrl.train.rows import TrainItem
-from agentrl.train.tree import common_beginnings, tree_of
+from agentrl.train.tree import common_beginnings, depths_of, tree_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +112,7 @@ def attention_pairs(lengths: Sequence[int], parents: Sequence[int]) -> int:
     >>> attention_pairs((2, 1, 2), (-1, 0, 0))
     13
     """
-    depths: list[int] = []
-    for parent in parents:
-        depths.append(depths[parent] + lengths[parent] if parent >= 0 else 0)
-    return sum(n * d + n * (n + 1) // 2 for n, d in zip(lengths, depths, strict=True))
+    return sum(n * d + n * (n + 1) // 2 for n, d in zip(lengths, depths_of(lengths, parents), strict=True))
 
 
 def _first_fit(units: Sequence[_Unit], budget: int) -> list[list[_Unit]]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from agentrl.train.candidates import sampler_heads, sampling_sets
-from agentrl.train.tree import Ints, tree_of
+from agentrl.train.tree import Ints, joined, tree_of
 from agentrl.types import TrainingSequence
 
 
@@ -113,8 +113,8 @@ def make_row(items: Sequence[TrainItem], device: torch.device, least: int | None
     trained = [_trained(sequence) for sequence in sequences]
     starts = np.cumsum([0, *(len(place) for place in tree.places)])
     scored_at = [start + at - 1 for start, at in zip(starts, trained, strict=False)]
-    places_M = _joined(tree.places)
-    targets = tree.ids_T[places_M[_joined(scored_at) + 1]] if len(places_M) else places_M
+    places_M = joined(tree.places)
+    targets = tree.ids_T[places_M[joined(scored_at) + 1]] if len(places_M) else places_M
     rollouts = [np.full(len(at), place) for (place, _), at in zip(pairs, trained, strict=True)]
 
     def tensor(values: Ints) -> Tensor:
@@ -128,9 +128,9 @@ def make_row(items: Sequence[TrainItem], device: torch.device, least: int | None
         tree.parents,
         tuple(len(place) for place in tree.places),
         tensor(places_M),
-        tensor(_joined(scored_at)),
+        tensor(joined(scored_at)),
         tensor(targets),
-        tensor(_joined(rollouts)),
+        tensor(joined(rollouts)),
         tuple(items),
         None if sets is None else sets.to(device),
         None if heads is None else heads[0].to(device),
@@ -145,10 +145,6 @@ def _trained(sequence: TrainingSequence) -> Ints:
     if mask[0]:
         raise ValueError("the first token of a sequence is marked as trained, but nothing predicts it")
     return np.flatnonzero(mask)
-
-
-def _joined(parts: Sequence[Ints]) -> Ints:
-    return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
 
 def filled(row: Row, multiple: int) -> Row:

@@ -56,7 +56,7 @@ def tree_of(sequences: Sequence[Sequence[int]], least: int | None) -> Tree:
         places[i] = place
     pieces = [arrays[order[rank]][begin:end] for rank, begin, end, _ in segments]
     steps = [np.arange(begin, end) for _, begin, end, _ in segments]
-    return Tree(_joined(pieces), _joined(steps), tuple(lengths), tuple(parents), tuple(places))
+    return Tree(joined(pieces), joined(steps), tuple(lengths), tuple(parents), tuple(places))
 
 
 def common_beginnings(arrays: Sequence[Ints], order: Sequence[int]) -> list[int]:
@@ -99,5 +99,18 @@ def _segments(
     return segments, leaf
 
 
-def _joined(parts: Sequence[Ints]) -> Ints:
+def depths_of(lengths: Sequence[int], parents: Sequence[int]) -> list[int]:
+    """The position of each segment's first token in its sequences.
+
+    >>> depths_of((2, 1, 2), (-1, 0, 1))
+    [0, 2, 3]
+    """
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(depths[parent] + lengths[parent] if parent >= 0 else 0)
+    return depths
+
+
+def joined(parts: Sequence[Ints]) -> Ints:
+    """The parts end to end, also where there are none."""
     return np.concatenate(parts) if parts else np.empty(0, np.int64)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from agentrl.train.layout import Bucket, Layout
+from agentrl.train.layout import Bucket, Layout, band, gather
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -48,7 +48,7 @@ class _Tree(torch.autograd.Function):
         out = torch.empty(q.shape, dtype=q.dtype)
         lse_TH = torch.empty(q.shape[:2], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
         for bucket in layout.own:
-            qs, ks, vs = _gather(q, bucket), _wide(_gather(k, bucket), q), _wide(_gather(v, bucket), q)
+            qs, ks, vs = gather(q, bucket), _wide(gather(k, bucket), q), _wide(gather(v, bucket), q)
             band = _band(bucket, window, q)
             o, lse = _flash(qs, ks, vs, 0.0, band is None, attn_mask=band, scale=scale)
             _put(out, bucket, o.transpose(1, 2).flatten(0, 1))
@@ -64,6 +64,8 @@ class _Tree(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        # Padding gets an infinite log-sum-exp, which makes all of its probabilities 0. That of another query would not
+        # do: a score far above it overflows, and 0 x inf is NaN.
         q, k, v, out, lse_TH = ctx.saved_tensors
         scale, heads = ctx.scale, k.shape[1]
         to_q, to_k, to_v = torch.empty(q.shape, dtype=q.dtype), torch.empty(k.shape, dtype=k.dtype), torch.empty(
@@ -71,9 +73,9 @@ class _Tree(torch.autograd.Function):
         for bucket in ctx.layout.own:
             band = _band(bucket, ctx.window, q)
             parts = _flash_backward(
-                _gather(grad, bucket), _gather(q, bucket), _wide(_gather(k, bucket), q),
-                _wide(_gather(v, bucket), q), _gather(out, bucket),
-                _gather(lse_TH[..., None], bucket, padding=torch.inf)[..., 0],
+                gather(grad, bucket), gather(q, bucket), _wide(gather(k, bucket), q),
+                _wide(gather(v, bucket), q), gather(out, bucket),
+                gather(lse_TH[..., None], bucket, padding=torch.inf)[..., 0],
                 0.0, band is None, attn_mask=band, scale=scale,
             )  # fmt: skip
             for whole, part in zip((to_q, to_k, to_v), parts, strict=True):
@@ -91,22 +93,6 @@ class _Tree(torch.autograd.Function):
 
 
 # --- between the row and a bucket ---
-def _gather(x_TnD: Tensor, bucket: Bucket, *, padding: float | None = None) -> Tensor:
-    """[S, n, Q, D] of a bucket's queries; padding repeats one, or has the value `padding`.
-
-    An infinite log-sum-exp makes all of a query's probabilities 0. That of another query would not do: a score far
-    above it overflows, and 0 x inf is NaN.
-    """
-    if bucket.span is not None:
-        a, b = bucket.span
-        return x_TnD[a:b].unflatten(0, bucket.queries_SQ.shape).transpose(1, 2)
-    flat = x_TnD.index_select(0, bucket.queries_SQ.reshape(-1))
-    if padding is not None and bucket.real_R is not None:
-        kept = torch.zeros(len(flat), dtype=torch.bool).index_fill_(0, bucket.real_R, True)
-        flat.masked_fill_(~kept[:, None, None], padding)
-    return flat.unflatten(0, bucket.queries_SQ.shape).transpose(1, 2)
-
-
 def _keys(x_TKD: Tensor, bucket: Bucket) -> Tensor:
     """[S, K, keys, D]"""
     if bucket.key_span is not None:
@@ -163,7 +149,7 @@ def _narrow(x_SHLD: Tensor, heads: int) -> Tensor:
 
 def _folded(x_THD: Tensor, bucket: Bucket, heads: int, *, padding: float | None = None) -> Tensor:
     """[S, K, G * Q, D] where the G query heads of a key head stand as more queries, so that no key is repeated."""
-    x = _gather(x_THD, bucket, padding=padding)
+    x = gather(x_THD, bucket, padding=padding)
     return x.unflatten(1, (heads, -1)).flatten(2, 3)
 
 
@@ -182,10 +168,7 @@ def _bias(bucket: Bucket, q: Tensor, heads: int) -> Tensor | None:
 
 
 def _band(bucket: Bucket, window: int | None, q: Tensor) -> Tensor | None:
-    """[L, L] 0 where a query may look: itself and the window - 1 tokens before it; None where all are so near."""
+    """`band` as a bias: 0 where a query may look, -inf where not."""
     length = bucket.queries_SQ.shape[1]
-    if window is None or window >= length:
-        return None
-    at = torch.arange(length)
-    distance = at[:, None] - at[None, :]
-    return torch.zeros(length, length, dtype=q.dtype).masked_fill_((distance < 0) | (distance >= window), -torch.inf)
+    seen = band(length, window, q.device)
+    return None if seen is None else torch.zeros(length, length, dtype=q.dtype).masked_fill_(~seen, -torch.inf)
