@@ -17,7 +17,17 @@ from typing import Any
 
 from agentrl.errors import ConfigurationError
 from agentrl.json_safe import json_safe, safe_float
-from agentrl.types import Drift, Message, Outcome, Rollout, Task, ToolCallRecord, TrainingSequence, TurnRecord
+from agentrl.types import (
+    Drift,
+    Message,
+    Outcome,
+    Rollout,
+    Task,
+    ToolCallRecord,
+    TrainingSequence,
+    TurnRecord,
+    VersionSpan,
+)
 
 SCHEMA_VERSION = 1
 EPISODES_FILE = "episodes.jsonl"
@@ -105,6 +115,8 @@ def _turns_to_json(turns: tuple[TurnRecord, ...], messages: list[Any]) -> list[d
         entry["output_log_probs"] = _floats(turn.output_log_probs)
         entry["finish_reason"] = turn.finish_reason
         entry["version"] = turn.version
+        if turn.versions:
+            entry["versions"] = [[span.version, span.start, span.end] for span in turn.versions]
         entry["drift"] = None if turn.drift is None else json_safe(turn.drift)
         entry["seconds"] = json_safe(turn.seconds)
         out.append(entry)
@@ -363,6 +375,7 @@ def _turns_from_json(record: Mapping[str, Any]) -> Iterator[TurnRecord]:
             message=turn["message"] if "message" in turn else record["messages"][turn["message_index"]],
             finish_reason=turn["finish_reason"],
             version=turn["version"],
+            versions=tuple(VersionSpan(*span) for span in turn.get("versions", ())),
             drift=None if turn["drift"] is None else Drift(**turn["drift"]),
             seconds=turn["seconds"],
         )

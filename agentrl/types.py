@@ -53,16 +53,26 @@ class SampleRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Which weights drew the ids `start` up to `end` of a turn."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
 class SampleOutput:
     """What a sampler drew for one request. Samplers without ids (API models) give `message` only."""
 
     ids: list[int] | None  # [T] the stop token included, where one was drawn
     log_probs: list[float] | None  # [T] under the distribution each id was drawn from
     finish_reason: Literal["stop", "length"]
-    version: int = 0  # of the weights that drew it
+    version: int = 0  # of the weights that drew it, the oldest where they changed in mid-turn
     message: Message | None = None
     sampling_mask: Sequence[Sequence[int]] | None = None  # [T] the ids it was drawn from; empty, or None: all
     sampler_logprobs: Sequence[Mapping[int, float]] | None = None  # [T] of the `num_sampler_logprobs` most likely ids
+    versions: tuple[VersionSpan, ...] = ()  # in order, where weights changed in mid-turn; empty: all are of `version`
 
 
 class Sampler(Protocol):
@@ -202,6 +212,7 @@ class TurnRecord:
     media: tuple[Any, ...] = ()  # the images among `prompt_ids`, in order
     output_sampling_mask: Sequence[Sequence[int]] | None = None  # [T] candidate ids, as in `SampleOutput`
     output_sampler_logprobs: Sequence[Mapping[int, float]] | None = None  # [T] as in `SampleOutput`
+    versions: tuple[VersionSpan, ...] = ()  # as in `SampleOutput`
 
 
 @dataclass(frozen=True, slots=True)

@@ -198,7 +198,7 @@ def test_ctrl_c_twice_stops_at_once(folder, capsys):
         (["train.learning_rate=fast"], "'train.learning_rate' must be a number; it is text: 'fast'."),
         (["train.max_steps=1.5"], "'train.max_steps' must be a whole number; it is a number: 1.5."),
         (["train.num_generations=3"], "num_generations (3) must divide"),
-        (["train.use_vllm=true"], "use_vllm=True is not available"),
+        (["train.use_liger_kernel=true"], "use_liger_kernel=True is not available"),
         (["train.lr_scheduler_type=bogus"], "bogus"),
         (["train.max_steps=-1"], "set max_steps"),
         (["environment.id=agentrl/Hnt-v0"], "Did you mean 'agentrl/Hunt-v0'?"),

@@ -89,10 +89,7 @@ def test_F173_an_unknown_key_is_refused(tmp_path: Path):
 
 # --- what this version does not have ---------------------------------------------------
 OTHER_VALUE: dict[str, Any] = {
-    "pad_to_multiple_of": 8, "generation_kwargs": {"top_a": 1}, "cache_implementation": "static",
-    "vllm_mode": "server", "vllm_model_impl": "transformers", "vllm_structured_outputs_regex": "a+",
-    "vllm_server_base_url": "http://x", "vllm_server_host": "h", "vllm_max_model_length": 9,
-    "transformers_continuous_batching_config": {"x": 1}, "log_completions_hub_repo": "me/x",
+    "pad_to_multiple_of": 8, "log_completions_hub_repo": "me/x",
     "neftune_noise_alpha": 5.0, "fsdp": "full_shard", "deepspeed": {"zero_optimization": {"stage": 2}},
     "use_liger_kernel": True, "train_sampling_strategy": "sequential",
 }  # fmt: skip
@@ -120,11 +117,9 @@ def test_every_documented_option_is_either_used_or_refused():
 
 
 def test_deprecated_options_warn_and_map(tmp_path: Path):
-    with (
-        pytest.warns(FutureWarning, match="use_transformers_continuous_batching"),
-        pytest.raises(ConfigurationError, match=r"^use_transformers_continuous_batching=True"),
-    ):
-        make(tmp_path, use_transformers_paged=True)
+    with pytest.warns(FutureWarning, match="use_transformers_continuous_batching"):
+        args = make(tmp_path, use_transformers_paged=True)
+    assert args.use_transformers_continuous_batching
     with pytest.warns(FutureWarning, match="clip_max"):
         args = make(tmp_path, vllm_importance_sampling_cap=2.0)
     assert args.sampler_correction().clip_max == 2.0

@@ -19,7 +19,11 @@ def evaluate(
         typer.Argument(metavar="[NAME=VALUE]...", help="Arguments of the environment, or settings of the run file."),
     ] = None,
     policy: Annotated[
-        str, typer.Option("--policy", help="random, scripted:FILE, model:FOLDER, or model (that of the run file).")
+        str,
+        typer.Option(
+            "--policy",
+            help="random, scripted:FILE, model:FOLDER, model (that of the run file), or vllm:URL of a server.",
+        ),
     ] = "random",
     episodes: Annotated[int, typer.Option("-n", "--episodes", min=1, help="Episodes in all.")] = 100,
     k: Annotated[int, typer.Option("-k", min=1, help="Of pass@k.")] = 1,

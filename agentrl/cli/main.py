@@ -20,6 +20,7 @@ from agentrl.cli.env import env_app
 from agentrl.cli.evaluate import evaluate
 from agentrl.cli.output import discard_output
 from agentrl.cli.quickstart import quickstart
+from agentrl.cli.serve import serve
 from agentrl.cli.show import show
 from agentrl.cli.template import template_app
 from agentrl.cli.train import train
@@ -56,7 +57,7 @@ def _explain(error: Exception) -> tuple[str, int]:
         said = str(usage())
         stop = "" if said.endswith(("?", ".")) else "."
         return f"Error: {said}{stop} 'agentrl --help' lists the commands and options.", 2
-    if isinstance(error, AgentRLError):
+    if isinstance(error, AgentRLError) or (isinstance(error, ConnectionError) and not error.strerror):
         return f"Error: {error}", 2
     if isinstance(error, OSError) and error.strerror:
         where = f" '{error.filename}'" if error.filename else ""
@@ -92,6 +93,7 @@ def build_app() -> typer.Typer:
     app.command()(train)
     app.command("eval")(evaluate)
     app.command()(show)
+    app.command()(serve)
     app.add_typer(env_app(), name="env")
     app.add_typer(template_app(), name="template")
     return app

@@ -10,7 +10,7 @@ from typing import Any
 from agentrl.cli.env.lines import read_turn
 from agentrl.errors import ConfigurationError
 
-KINDS = "'random', 'scripted:FILE' or 'model:FOLDER'"
+KINDS = "'random', 'scripted:FILE', 'model:FOLDER' or 'vllm:http://HOST:PORT'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ def make_policy(
     """The policy of this name.
 
     Args:
-        spec: "random", "scripted:FILE", "model:FOLDER", or "model" for the model of a run file.
+        spec: "random", "scripted:FILE", "model:FOLDER", "vllm:URL", or "model" for the model of a run file.
         seed: Of the random policy.
         tools: Schemas by name: a scripted file may hold lines as `env play` reads them.
         model: Of the run file, with what `from_pretrained` needs.
@@ -53,6 +53,8 @@ def make_policy(
         if model is None:
             raise ConfigurationError("Name the model: --policy model:FOLDER.")
         return _model(*model, slots)
+    if kind == "vllm" and argument.startswith(("http://", "https://")):
+        return _served(argument, slots)
     raise ConfigurationError(f"There is no policy '{spec}'; policies are {KINDS}.")
 
 
@@ -92,3 +94,13 @@ def _model(name: str, kwargs: dict[str, Any], slots: int) -> Policy:
 
     sampler, tokenizer, context = load_policy(name, kwargs, slots)
     return Policy(f"model:{name}", sampler, tokenizer, context)
+
+
+def _served(address: str, slots: int) -> Policy:
+    from agentrl.train.run_model import load_served
+
+    try:
+        sampler, tokenizer, context = load_served(address, slots)
+    except ConnectionError as error:
+        raise ConfigurationError(str(error)) from error
+    return Policy(f"vllm:{address}", sampler, tokenizer, context)

@@ -125,6 +125,7 @@ class Episode:
                 TurnRecord(
                     held, output.ids, output.log_probs, parsed.message, output.finish_reason, output.version, drift,
                     time.perf_counter() - started, self.media, output.sampling_mask, output.sampler_logprobs,
+                    output.versions,
                 )
             )  # fmt: skip
             if output.finish_reason == "length":

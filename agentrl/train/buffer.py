@@ -156,7 +156,8 @@ class RolloutBuffer:
         trainer = self.trainer
         if trainer.rollout_func is not None:
             return lambda plans: play_with_function(trainer, plans)
-        return lambda plans: trainer.player.play(plans, version=trainer.state.global_step, trainer_state=trainer.state)
+        version, window = trainer.state.global_step, trainer.window["train"]
+        return lambda plans: trainer.player.play(plans, version=version, trainer_state=trainer.state, window=window)
 
     def _corrects(self, cycle: Cycle) -> bool:
         """Whether the loss makes up for another engine: its log-probs are on record, and are not the trainer's own."""
@@ -188,13 +189,10 @@ class RolloutBuffer:
         Those of top-k, top-p and min-p are: the sampler records what each token was drawn from.
         """
         trainer = self.trainer
-        engine = trainer.player.engine
-        if trainer.rollout_func is not None or engine.sampler is not trainer.player.sampler:
+        player = trainer.player
+        if trainer.rollout_func is not None or player.engine.sampler is not player.sampler:
             return False
-        if engine.settings.sampling.repetition_penalty != 1.0:
-            return False
-        fp32 = next(trainer.policy_forward.model.parameters()).dtype == torch.float32
-        return fp32 and not trainer.args.bf16 and not trainer.args.fp16
+        return player.policy.exact
 
     def _old(self, items: list[TrainItem], budget: int) -> list[torch.Tensor]:
         trainer = self.trainer

@@ -16,6 +16,7 @@ from agentrl.errors import ConfigurationError
 from agentrl.objective import LossConfig, check_scaling
 from agentrl.rollout.scoring import check_weights
 from agentrl.train.correction import SamplerCorrection
+from agentrl.train.engine_options import check_engine, table
 from agentrl.train.entropy import EntropySettings, entropy_settings
 from agentrl.train.options import check_unavailable
 from agentrl.types import Deadlines
@@ -211,6 +212,8 @@ class GRPOConfig(TrainingArguments):
                 "bf16=True, or leave both out."
             )
         check_unavailable(self)  # before transformers looks for packages that these options need
+        for name in self._VALID_DICT_FIELDS[len(TrainingArguments._VALID_DICT_FIELDS) :]:
+            setattr(self, name, table(getattr(self, name), name) or getattr(self, name))  # from a command line: JSON
         super().__post_init__()
         check_unavailable(self)  # and what it made of the others
         self._check_ranges()
@@ -296,12 +299,8 @@ class GRPOConfig(TrainingArguments):
             warnings.simplefilter("ignore")  # the trainer makes it again, and shows them
             self.loss_config()
         self.entropy_settings()
-        if self.sampler_correction() is not None and self.repetition_penalty != 1.0:
-            raise ConfigurationError(
-                f"repetition_penalty={self.repetition_penalty} changes what the sampler draws from and not what is "
-                "trained, so every importance sampling ratio would be biased. Set "
-                "vllm_importance_sampling_correction=False, or leave repetition_penalty at 1.0."
-            )
+        self.sampler_correction()
+        check_engine(self)
 
     def _warn_of_idle(self) -> None:
         """Says which options were set that do nothing beside the others (a sweep over losses may keep them)."""

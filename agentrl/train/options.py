@@ -7,26 +7,8 @@ from typing import Any
 
 from agentrl.errors import ConfigurationError
 
-VLLM = "generation with vLLM is not in this version; the in-process transformers sampler is"
-
 UNAVAILABLE: dict[str, str] = {
-    "use_vllm": VLLM,
-    **dict.fromkeys(
-        (
-            "vllm_mode", "vllm_model_impl", "vllm_enable_sleep_mode", "vllm_structured_outputs_regex",
-            "vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_group_port",
-            "vllm_gpu_memory_utilization", "vllm_max_model_length", "vllm_tensor_parallel_size",
-        ),
-        VLLM,
-    ),
-    **dict.fromkeys(
-        ("use_transformers_continuous_batching", "transformers_continuous_batching_config"),
-        "transformers' own batching engine is not in this version; the default sampler already batches continuously",
-    ),
-    "ds3_gather_for_generation": "DeepSpeed is not supported in this version",
-    "generation_kwargs": "extra generation arguments are not in this version; use temperature, top_p, top_k, min_p, "
-    "repetition_penalty",
-    "cache_implementation": "the sampler keeps its own cache, so this choice would do nothing",
+    "ds3_gather_for_generation": "DeepSpeed is not supported in this version, and vLLM would need the whole weights",
     "log_multimodal": "images are not logged in this version",
     "log_completions_hub_repo": "uploading completions is not in this version",
     "use_liger_kernel": "Liger patches the model's forward, where log-probs are computed here, and its fused loss is "

@@ -26,6 +26,8 @@ def play_with_function(trainer: GRPOTrainer, plans: Sequence[GroupPlan]) -> list
     Raises:
         ConfigurationError: A missing field, or another number of completions than `num_generations` per prompt.
     """
+    if trainer.player.policy.sync is not None:  # the function may ask the engine that the options name
+        trainer.player.publish(trainer.state.global_step, trainer.window["train"])
     prompts = [plan.task.row.get("prompt") for plan in plans]
     answer = trainer.rollout_func(prompts, trainer) if plans else {}  # type: ignore[misc]
     size = plans[0].size if plans else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -39,3 +40,40 @@ def load_policy(name: str, kwargs: Mapping[str, Any], slots: int) -> tuple[Trans
     model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     context = context_length(model)
     return TransformersSampler(model, max_context=context, max_slots=slots), tokenizer, context
+
+
+def load_served(address: str, slots: int) -> tuple[Any, Any, int | None]:
+    """The sampler of the model that a vLLM server serves; its tokenizer; its context.
+
+    Args:
+        address: As "http://HOST:PORT"; "#FOLDER" behind it names the tokenizer where the server's is not found here.
+        slots: Requests in flight at a time.
+
+    Raises:
+        ConfigurationError: The server lacks a flag, or no tokenizer is found.
+        ConnectionError: There is no server.
+    """
+    from agentrl.sampler.vllm import ServerOptions, VLLMServerSampler
+
+    url, _, named = address.partition("#")
+    sampler = VLLMServerSampler(ServerOptions(url.rstrip("/"), timeout_s=_PATIENCE_S, max_connections=max(1, slots)))
+
+    async def start() -> Any:
+        try:
+            return await sampler.start(weights=False)
+        finally:
+            await sampler.close()
+
+    facts = asyncio.run(start())
+    transformers.utils.logging.set_verbosity_error()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(named or facts.root)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"The server at {url} serves '{facts.root}', whose tokenizer is not found here: name a folder that has it, "
+            f"as in --policy vllm:{url}#FOLDER."
+        ) from error
+    return sampler, tokenizer, facts.max_model_len
+
+
+_PATIENCE_S = 30.0  # for a server that is asked from the command line

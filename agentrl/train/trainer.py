@@ -18,11 +18,13 @@ from agentrl.objective import clip_summary
 from agentrl.record import EpisodeWriter, begin_record
 from agentrl.rollout.engine import RolloutSettings
 from agentrl.rollout.group import GroupPlan
+from agentrl.rollout.loop import LoopThread
 from agentrl.tasks import TaskSource, derive_seed, from_frame, is_sized
 from agentrl.tool_schema import build_tools
 from agentrl.train import setup
 from agentrl.train.buffer import RolloutBuffer
 from agentrl.train.config import GRPOConfig
+from agentrl.train.engine_options import drawn_from
 from agentrl.train.entropy import EntropyControl
 from agentrl.train.evaluate import evaluate, prepare_eval_data
 from agentrl.train.generation import AdvantageSettings
@@ -31,6 +33,7 @@ from agentrl.train.head import cast_head_to_fp32
 from agentrl.train.log_probs import PolicyForward
 from agentrl.train.metrics import MetricWindow, Reported
 from agentrl.train.player import Player
+from agentrl.train.policy_sampler import make_policy_sampler
 from agentrl.train.printing import log_completions
 from agentrl.train.reference import keep_reference
 from agentrl.train.reward_models import load_reward_models, place_reward_models
@@ -125,11 +128,13 @@ class GRPOTrainer(Trainer):
         place_reward_models(reward_funcs, self.accelerator)
         with_tools = bool(standalone) or any(pool.tools for pool in pools.values())
         self.renderer = setup.make_renderer(tokenizer, args, with_tools=with_tools)
-        self.player = Player(
-            policy, self.renderer, pools, standalone, sources, self._rollout_settings(),
-            torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None,
-        )  # fmt: skip
-        self.policy_forward = PolicyForward(setup.bare(policy), args.temperature, multiple=setup.row_multiple(args))
+        drawn, loop = drawn_from(args), LoopThread()
+        sampler = make_policy_sampler(policy, tokenizer, args, drawn, loop, self.accelerator, _most_at_once(args))
+        settings = self._rollout_settings(drawn.params, sampler.max_context)
+        self.player = Player(sampler, loop, self.renderer, pools, standalone, sources, settings)
+        self.policy_forward = PolicyForward(
+            setup.bare(policy), drawn.params.temperature, multiple=setup.row_multiple(args)
+        )
         self.reference = keep_reference(self)
         self.schedule = self._schedule()
         self.window = {"train": MetricWindow(), "eval": MetricWindow()}
@@ -155,20 +160,18 @@ class GRPOTrainer(Trainer):
         shorten(self)
 
     # --- construction ---
-    def _rollout_settings(self) -> RolloutSettings:
+    def _rollout_settings(self, sampling: SamplingParams, max_context: int | None) -> RolloutSettings:
         args = self.args
-        sampling = SamplingParams(args.temperature, args.top_p, args.top_k, args.min_p, args.repetition_penalty)
-        per_rank = max(1, (args.generation_batch_size or 1) // args.world_size)
         return RolloutSettings(
             max_completion_length=args.max_completion_length,
             max_tool_calling_iterations=args.max_tool_calling_iterations,
-            max_context=setup.context_length(self.model),
+            max_context=max_context,
             sampling=sampling,
             deadlines=args.deadlines(),
             max_attempts=args.rollout_attempts,
             min_survivors=args.min_group_survivors,
             max_failures_in_row=args.max_failures_in_row,
-            max_concurrent=max(per_rank, args.num_generations or 1, args.per_device_eval_batch_size),
+            max_concurrent=_most_at_once(args),
             seed=args.seed,
         )
 
@@ -326,6 +329,12 @@ class GRPOTrainer(Trainer):
         self.policy_forward.restore()
         if self._writer is not None:
             self._writer.close()
+
+
+def _most_at_once(args: GRPOConfig) -> int:
+    """Rollouts that a rank plays side by side."""
+    per_rank = max(1, (args.generation_batch_size or 1) // args.world_size)
+    return max(per_rank, args.num_generations or 1, args.per_device_eval_batch_size)
 
 
 def _task_source(dataset: Any, args: GRPOConfig, factory: Any) -> TaskSource:

@@ -1,0 +1,145 @@
+"""The sampler of a run: which engine draws its rollouts, and how the policy's weights come to it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from agentrl.rollout.loop import LoopThread
+from agentrl.train import setup
+from agentrl.train.engine_options import Drawn, table
+
+if TYPE_CHECKING:
+    from agentrl.train.config import GRPOConfig
+    from agentrl.train.weight_sync import SyncTimes, WeightSync
+
+
+@dataclass(slots=True)
+class PolicySampler:
+    """A sampler that holds the weights of the policy whenever `publish` has run.
+
+    Args:
+        sampler: What draws the turns.
+        max_context: Tokens that it can see; None: as many as the model.
+        exact: Its log-probs are those of the trainer's own forward, up to fp32 rounding.
+        model: The policy.
+        sync: What brings weights to another engine; None for samplers of the trainer's own model.
+        sleeps: The engine gives its memory back between generation phases.
+        check: Run once, behind the first sync: the engine draws from the weights that it was sent.
+        closers: Called last to first when the run ends.
+    """
+
+    sampler: Any
+    max_context: int | None
+    exact: bool
+    model: torch.nn.Module
+    sync: WeightSync | None = None
+    closers: list[Callable[[], Any]] = field(default_factory=list)
+    sleeps: bool = False
+    check: Callable[[], Any] | None = None
+    asleep: bool = False
+    _held: tuple[Any, ...] | None = None  # what the engine holds: a version, and a mark of the weights
+
+    def publish(self, version: int) -> SyncTimes | None:
+        """Turns from now on are drawn from the weights of now. Collective; the seconds where weights were sent."""
+        if self.sync is None:
+            self.sampler.publish(version)
+            return None
+        mark = (version, *_mark(self.model))
+        if self._held == mark and not self.asleep:
+            return None
+        self._held = None
+        if self.asleep:
+            self.sampler.wake()
+        times = self.sync.publish(version)
+        self.asleep = False
+        if self.check is not None:
+            self.check()
+            self.check = None
+        self._held = mark
+        return times
+
+    def rest(self) -> None:
+        """Memory on the accelerator is free for training, where the sampler can give it back."""
+        if self.sleeps:
+            self.sampler.sleep()
+            self.asleep = True
+        elif self.sync is None and next(self.model.parameters()).device.type != "cpu":
+            self.sampler.reset()
+
+    def close(self) -> None:
+        """Engines, servers and files of the run are gone."""
+        for close in reversed(self.closers):
+            with contextlib.suppress(Exception):
+                close()
+        self.closers.clear()
+
+
+def _mark(model: torch.nn.Module) -> tuple[int, int]:
+    """Changes whenever a parameter is written in place or replaced; whole weights are compared nowhere."""
+    parameters = list(model.parameters())
+    return sum(p._version for p in parameters), sum(p.data_ptr() for p in parameters)
+
+
+def make_policy_sampler(
+    model: Any, tokenizer: Any, args: GRPOConfig, drawn: Drawn, loop: LoopThread, accelerator: Any, slots: int
+) -> PolicySampler:
+    """The sampler that the options ask for, ready for its first `publish`.
+
+    Args:
+        model: The policy, with its adapter where it has one.
+        tokenizer: Or processor.
+        args: The trainer's.
+        drawn: What `drawn_from(args)` says.
+        loop: On which the sampler will be used.
+        accelerator: Of the trainer.
+        slots: Rollouts at a time.
+
+    Raises:
+        ConfigurationError: Something that this engine cannot do.
+        ConnectionError: No server became ready in `vllm_server_timeout` seconds.
+        MissingDependency: vLLM, or its client, is not installed.
+    """
+    if args.use_vllm:
+        from agentrl.train import vllm_setup
+
+        if args.vllm_mode == "server":
+            return vllm_setup.server(model, tokenizer, args, drawn, loop, accelerator, slots)
+        return vllm_setup.colocate(model, tokenizer, args, drawn, loop, accelerator, slots)
+    return _in_process(model, args, drawn, slots)
+
+
+# --- the trainer's own model -----------------------------------------------------------
+def _in_process(model: Any, args: GRPOConfig, drawn: Drawn, slots: int) -> PolicySampler:
+    context, dtype = setup.context_length(model), autocast_dtype(args)
+    fp32 = next(setup.bare(model).parameters()).dtype == torch.float32 and dtype is None
+    sampler: Any
+    if args.use_transformers_continuous_batching:
+        from agentrl.sampler.continuous import ContinuousSampler
+
+        config = table(args.transformers_continuous_batching_config, "transformers_continuous_batching_config")
+        sampler = ContinuousSampler(
+            model, config=config, kwargs=drawn.kwargs, max_context=context, max_slots=slots, autocast_dtype=dtype
+        )
+    elif drawn.kwargs or args.cache_implementation:
+        from agentrl.sampler.generate import GenerateSampler
+
+        sampler = GenerateSampler(
+            model, kwargs=drawn.kwargs, cache_implementation=args.cache_implementation, max_context=context,
+            max_slots=slots, autocast_dtype=dtype,
+        )  # fmt: skip
+    else:
+        from agentrl.sampler.transformers import TransformersSampler
+
+        sampler = TransformersSampler(model, max_context=context, max_slots=slots, autocast_dtype=dtype)
+    exact = fp32 and getattr(sampler, "exact", True) and drawn.params.repetition_penalty == 1.0
+    return PolicySampler(sampler, context, exact, model, closers=[sampler.close])
+
+
+def autocast_dtype(args: GRPOConfig) -> torch.dtype | None:
+    """The dtype of mixed precision; None where there is none."""
+    return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
