@@ -67,7 +67,7 @@ def test_candidates_of_vllm_are_bounded_by_top_k(tmp_path: Path, option: dict[st
 
 def test_a_repetition_penalty_needs_the_correction_to_be_off(tmp_path: Path):
     for option in ({"repetition_penalty": 1.1}, {"generation_kwargs": {"repetition_penalty": 1.1}}):
-        with pytest.raises(ConfigurationError, match="repetition_penalty=1.1 changes what the sampler draws from"):
+        with pytest.raises(ConfigurationError, match=r"repetition_penalty=1\.1 changes what the sampler draws from"):
             make(tmp_path, **option)
         make(tmp_path, vllm_importance_sampling_correction=False, **option)
 

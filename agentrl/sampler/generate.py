@@ -57,26 +57,6 @@ class TextSampler(TransformersSampler):
             raise SamplerError(f"The prompt has id {wrong}, outside the model's {self.runner.vocabulary} ids.")
         return turn
 
-    async def _drive(self) -> None:
-        """Rounds until nobody waits."""
-        try:
-            with self._evaluating():
-                while await self._round():
-                    # Inline tools answer, and their conversations come back, before the next round.
-                    for _ in range(3):
-                        await asyncio.sleep(0)
-        except asyncio.CancelledError:
-            if self._task is asyncio.current_task():  # else a newer loop has taken over
-                self._abandon()
-            raise
-        except Exception as error:  # a fault of ours: nobody may wait for ever
-            self._give_up(self._turns(), f"The sampler stopped: {type(error).__name__}: {error}", error)
-            self._abandon()
-
-    async def _round(self) -> bool:
-        """Some tokens are drawn; False where nobody waits for any."""
-        raise NotImplementedError
-
     def release(self, conversation_id: str) -> None:
         """Nobody waits for a turn of this conversation any more; nothing else is held under its name."""
         turns = [turn for turn in self._turns() if turn.request.conversation_id == conversation_id]
@@ -90,15 +70,6 @@ class TextSampler(TransformersSampler):
         ids = turn.held[turn.prompt_length :]
         if not turn.future.done():
             turn.future.set_result(SampleOutput(ids, turn.log_probs, reason, turn.version, None, turn.sets, turn.tops))
-
-    def _give_up(self, turns: list[Turn], message: str, error: Exception) -> None:
-        """The turns fail: with the error itself where it is a setting's fault, which no second try mends."""
-        if not isinstance(error, ConfigurationError):
-            return self._fail(turns, message, error)
-        for turn in turns:
-            turn.cancelled = True
-            if not turn.future.done():
-                turn.future.set_exception(ConfigurationError(str(error)))
 
     @contextmanager
     def _forwarding(self) -> Iterator[None]:

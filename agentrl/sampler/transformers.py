@@ -182,32 +182,47 @@ class TransformersSampler:
 
     # --- the loop's one task ---
     async def _drive(self) -> None:
-        """Steps until nobody waits: admit, then one token for every active row."""
+        """Rounds until nobody waits."""
         try:
             with self._evaluating():
-                while True:
-                    self._tidy()
-                    if not self._waiting and not self._active:
-                        return
-                    ended = 0
-                    if feeds := self._admit():
-                        ended += await self._step("feed", sum(len(feed.new) for feed in feeds), feeds)
-                    if self._active:
-                        ended += await self._step("decode", 1, None)
-                    # Inline tools answer, and their conversations come back, before the next step.
-                    for _ in range(3 if ended else 1):
+                while await self._round():
+                    # Inline tools answer, and their conversations come back, before the next round.
+                    for _ in range(3):
                         await asyncio.sleep(0)
         except asyncio.CancelledError:
             if self._task is asyncio.current_task():  # else a newer loop has taken over
                 self._abandon()
             raise
         except Exception as error:  # a fault of ours: nobody may wait for ever
-            turns = self._waiting + [row.turn for row in self._active if row.turn is not None]
-            self._fail(turns, f"The sampler stopped: {type(error).__name__}: {error}", error)
+            self._give_up(self._turns(), f"The sampler stopped: {type(error).__name__}: {error}", error)
             self._abandon()
 
-    async def _step(self, kind: str, units: int, feeds: list[Feed] | None) -> int:
-        """One forward's worth: tokens are drawn and handed out. Answers how many turns ended."""
+    async def _round(self) -> bool:
+        """Turns were admitted, and one token drawn for every active row; False where nobody waits for any."""
+        self._tidy()
+        if not self._waiting and not self._active:
+            return False
+        if feeds := self._admit():
+            await self._step("feed", sum(len(feed.new) for feed in feeds), feeds)
+        if self._active:
+            await self._step("decode", 1, None)
+        return True
+
+    def _turns(self) -> list[Turn]:
+        """Those that somebody waits for."""
+        return self._waiting + [row.turn for row in self._active if row.turn is not None]
+
+    def _give_up(self, turns: list[Turn], message: str, error: Exception) -> None:
+        """The turns fail: with the error itself where it is a setting's fault, which no second try mends."""
+        if not isinstance(error, ConfigurationError):
+            return self._fail(turns, message, error)
+        for turn in turns:
+            turn.cancelled = True
+            if not turn.future.done():
+                turn.future.set_exception(ConfigurationError(str(error)))
+
+    async def _step(self, kind: str, units: int, feeds: list[Feed] | None) -> None:
+        """One forward's worth: tokens are drawn and handed out."""
         rows = self._active if feeds is None else [feed.row for feed in feeds]
         turns = [row.turn for row in rows if row.turn is not None]
         guesses = self._guesses(turns, feeds)
@@ -220,11 +235,11 @@ class TransformersSampler:
         except Exception as error:
             self._fail(turns, f"The model's forward failed: {type(error).__name__}: {error}", error)
             self._invalidate("reset", now=True)  # rows may be half moved, and memory may be what was missing
-            return len(turns)
+            return
         if feeds is not None:
             self._active = self._active + rows
             guesses = [feed.guess for feed in feeds]
-        return self._absorb(rows, turns, guesses, drawn)
+        self._absorb(rows, turns, guesses, drawn)
 
     def _guesses(self, turns: list[Turn], feeds: list[Feed] | None) -> list[list[int]]:
         """For each turn the tokens that the next forward checks beside drawing one; those of feeds are in them."""
@@ -239,9 +254,9 @@ class TransformersSampler:
             feed.guess = guess if feed.leader is None else guess and feed.leader.guess
         return guesses
 
-    def _absorb(self, rows: list[Row], turns: list[Turn], guesses: list[list[int]], drawn: Drawn) -> int:
+    def _absorb(self, rows: list[Row], turns: list[Turn], guesses: list[list[int]], drawn: Drawn) -> None:
         """Every turn holds its new tokens; those that ended are answered and their rows rest."""
-        ended = begin = 0
+        begin, ended = 0, False
         for row, turn, guess in zip(rows, turns, guesses, strict=True):
             before = len(turn.held)
             reason = hold(turn, guess, drawn, begin)
@@ -250,7 +265,7 @@ class TransformersSampler:
             self.decoded_tokens += len(turn.held) - before
             if reason is None:
                 continue
-            ended += 1
+            ended = True
             ids = turn.held[turn.prompt_length :]
             if not turn.future.done():
                 turn.future.set_result(
@@ -260,7 +275,6 @@ class TransformersSampler:
             self._table.rest(row)
         if ended:
             self._active = self._table.compact(len(self._active))
-        return ended
 
     def _tidy(self) -> None:
         """Published weights are heeded, and turns that nobody waits for are gone."""

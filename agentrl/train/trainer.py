@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, Trainer
 from agentrl.errors import ConfigurationError
 from agentrl.mixing import check_weights
 from agentrl.objective import clip_summary
+from agentrl.pool import EnvironmentPool
 from agentrl.record import EpisodeWriter, begin_record
 from agentrl.rollout.engine import RolloutSettings
 from agentrl.rollout.group import GroupPlan
@@ -132,9 +133,21 @@ class GRPOTrainer(Trainer):
         sampler = make_policy_sampler(policy, tokenizer, args, drawn, loop, self.accelerator, _most_at_once(args))
         settings = self._rollout_settings(drawn.params, sampler.max_context)
         self.player = Player(sampler, loop, self.renderer, pools, standalone, sources, settings)
-        self.policy_forward = PolicyForward(
-            setup.bare(policy), drawn.params.temperature, multiple=setup.row_multiple(args)
-        )
+        self.rollout_func = rollout_func
+        try:
+            self._prepare(pools, weights, drawn.params.temperature, router_coef)
+        except BaseException:
+            self.player.close()  # no engine, server or environment outlives a trainer that was not built
+            raise
+
+    # --- construction ---
+    def _prepare(
+        self, pools: Mapping[str | None, EnvironmentPool], weights: dict[str, float], temperature: float,
+        router_coef: float,
+    ) -> None:  # fmt: skip
+        """What turns rollouts into steps is there, and the first prompts fit."""
+        args, policy = self.args, self.model
+        self.policy_forward = PolicyForward(setup.bare(policy), temperature, multiple=setup.row_multiple(args))
         self.reference = keep_reference(self)
         self.schedule = self._schedule()
         self.window = {"train": MetricWindow(), "eval": MetricWindow()}
@@ -144,7 +157,6 @@ class GRPOTrainer(Trainer):
             frozenset(self.player.engine.tool_names()),
             tuple(str(name) for name in pools) if len(pools) > 1 else (), tuple(weights), self.tasks.shares(),
         )  # fmt: skip
-        self.rollout_func = rollout_func
         self.buffer = RolloutBuffer(
             self, AdvantageSettings(str(args.scale_rewards), args.multi_objective_aggregation, weights,
                                     args.mask_truncated_completions),
@@ -159,7 +171,6 @@ class GRPOTrainer(Trainer):
         self._check_prompts()
         shorten(self)
 
-    # --- construction ---
     def _rollout_settings(self, sampling: SamplingParams, max_context: int | None) -> RolloutSettings:
         args = self.args
         return RolloutSettings(

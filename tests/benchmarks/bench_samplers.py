@@ -13,7 +13,7 @@ AGENTRL_CACHE.
 agreement: turns of one length at temperature 1, all in flight at once; the log-probs that the sampler gave, less those
 that the trainer's packed forward gives for the same ids; first with the weights of the start, then after five syncs
 between which every weight moved. `unsynced` is the mean difference after the first move where no sync follows: what a
-sync that does nothing would show.
+sync that does nothing would show. The last line is a plain forward in fp32 beside the same in float64.
 speed: rollouts of exactly four calls of one tool, about 30 sampled tokens each, all in flight at once in groups of
 eight, until the last one is done. trl generates with its own transformers backend; its time runs from the first reset
 to the first reward. `wide` is the same policy in three layers as large as SmolLM2-135M's. `cpu` counts the process and
@@ -202,7 +202,8 @@ def measure(bench: Bench, children: dict[str, Child], size: dict[str, int]) -> d
     found = {}
     for name in LABELS:
         if name in children:
-            answer = bench.tried(lambda name=name: children[name].ask("syncs", count=SYNCS, **size))
+            ask = size | {"count": SYNCS, "rounding": not found}
+            answer = bench.tried(lambda name=name, ask=ask: children[name].ask("syncs", **ask))
             if answer is not None:
                 found[name] = answer
     return found
@@ -223,6 +224,9 @@ def print_agreement(bench: Bench, found: dict[str, dict[str, Any]]) -> None:
                 f"{LABELS[name]:26s}{model:>14s}{after['tokens']:8.0f}{before['max']:12.1e}{before['mean']:10.1e}"
                 f"{after['max']:12.1e}{after['mean']:10.1e}{one['stale']['mean']:11.1e}{'' if good else '  OFF'}"
             )
+        for one in sides.values():
+            if alone := one.get("rounding"):
+                print(f"{'fp32 alone, from float64':26s}{model:>14s}{alone['max']:42.1e}{alone['mean']:10.1e}")
 
 
 def print_syncs(found: dict[str, dict[str, Any]]) -> None:

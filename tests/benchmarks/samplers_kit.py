@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import inspect
 import random
@@ -225,6 +226,19 @@ class Turns:
         theirs = torch.tensor([value for _, log_probs in self.drawn for value in log_probs])
         off = (ours - theirs).abs()
         return {"max": off.max().item(), "mean": off.mean().item(), "tokens": float(len(off))}
+
+    @torch.no_grad()
+    def rounding(self) -> dict[str, float]:
+        """How far a plain forward of each turn by itself is from the same in float64: what fp32 alone makes."""
+        exact = copy.deepcopy(setup.bare(self.policy.model)).double()
+
+        def says(model: Any, prompt: list[int], ids: list[int]) -> torch.Tensor:
+            logits = model(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+            return logits.gather(1, torch.tensor(ids)[:, None])[:, 0].double()
+
+        turns = [(prompt, ids) for prompt, (ids, _) in zip(self.prompts, self.drawn, strict=True)]
+        off = torch.cat([says(self.policy.model, *turn) - says(exact, *turn) for turn in turns]).abs()
+        return {"max": off.max().item(), "mean": off.mean().item()}
 
 
 @torch.no_grad()

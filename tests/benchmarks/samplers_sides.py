@@ -178,7 +178,7 @@ class Work:
         talks = [conversation(self.side.sampler, self.loop, self.side.fed, vocabulary, n) for n in range(conversations)]
         return {"lines": talks, "block": self.side.block}
 
-    def syncs(self, count: int, turns: int, tokens: int) -> dict[str, Any]:
+    def syncs(self, count: int, turns: int, tokens: int, rounding: bool) -> dict[str, Any]:
         """Agreement before and after `count` syncs with other weights each, and their seconds."""
         agreement = Turns(self.side.sampler, self.side.model, self.loop, turns, tokens)
         agreement.draw()
@@ -190,7 +190,8 @@ class Work:
             self.version += 1
             seconds.append(self.side.sync(self.version))
         agreement.draw()
-        return {"before": before, "after": agreement.difference(), "stale": stale, "seconds": seconds}
+        answer = {"before": before, "after": agreement.difference(), "stale": stale, "seconds": seconds}
+        return answer | ({"rounding": agreement.rounding()} if rounding else {})
 
 
 def serve_parent(name: str, folder: str, channel: Any) -> None:

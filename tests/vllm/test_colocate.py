@@ -198,7 +198,8 @@ def test_weights_that_are_not_finite_fail_the_turn(sampler: VLLMSampler, folder:
         (request([1, 265]), ConfigurationError, "outside the 265"),
         (request([]), SamplerError, "needs prompt ids"),
         (request([1], temperature=-1.0), ConfigurationError, "temperature"),
-        (request([1], max_tokens=0), ConfigurationError, "max_tokens"),
+        (request([1], max_tokens=0), SamplerError, "max_tokens"),
+        (request([1], temperature=0.0, repetition_penalty=-1.0), ConfigurationError, "repetition_penalty"),
         (request([1], top_p=0.5), ConfigurationError, "top_k"),
     ],
 )
@@ -261,9 +262,9 @@ def test_a_step_that_fails_fails_its_turns_and_no_others(sampler: VLLMSampler, r
 
 def test_more_turns_than_sequences_and_than_the_cache_holds(folder: Path, alone: None, reference: Reference) -> None:
     """A full cache: turns are put back and drawn again, and none fails."""
-    small = VLLMSampler(ColocateOptions(str(folder), max_model_len=256, max_num_seqs=8, gpu_memory_utilization=1e-9))
+    small = VLLMSampler(ColocateOptions(str(folder), max_model_len=224, max_num_seqs=8, gpu_memory_utilization=1e-9))
     blocks = small.llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
-    assert blocks < 8 * 256 // BLOCK_SIZE  # the least: it cannot hold eight long sequences
+    assert blocks < 8 * 224 // BLOCK_SIZE  # the least: it cannot hold eight long sequences
     requests = [request(PROMPTS[i % 8], max_tokens=150, seed=(i,), conversation=str(i)) for i in range(24)]
     for r, output in zip(requests, together(small, *requests), strict=True):
         assert len(output.ids or ()) == 150
@@ -367,7 +368,7 @@ def test_what_vllm_refuses_is_said_in_its_words(folder: Path, alone: None, tmp_p
         (ColocateOptions(str(folder), max_model_len=4096), "4096.*greater"),
         (ColocateOptions(str(tmp_path)), "nosuch"),
         (ColocateOptions(str(tmp_path / "narrow")), "head_dim=16"),
-        (ColocateOptions(str(folder), dtype="float99"), "float99"),
+        (ColocateOptions(str(folder), dtype="float99"), "dtype.*should be"),
         (ColocateOptions(str(folder), tensor_parallel_size=2), "multiple of it.*server"),
     ):
         with pytest.raises(ConfigurationError, match=message) as caught:
@@ -395,13 +396,14 @@ def state() -> dict[str, Any]:
 def test_the_process_is_as_it_was(folder: Path, alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
+    weights = list(Reference.of(folder).model.named_parameters())
     torch.set_num_threads(2)
     before = state()
     made = VLLMSampler(ColocateOptions(str(folder), seed=5))
     named = {"MASTER_ADDR": "localhost", "MASTER_PORT": os.environ["MASTER_PORT"]}
     assert state() == before | {"environment": before["environment"] | named}
     together(made, *eight())
-    made.load(list(Reference.of(folder).model.named_parameters()), 1)
+    made.load(weights, 1)
     assert state() == before | {"environment": before["environment"] | named}
     x = torch.ones(2, requires_grad=True)
     (x * x).sum().backward()

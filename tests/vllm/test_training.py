@@ -202,7 +202,7 @@ def test_F127_a_prompt_beyond_the_servers_limit_ends_as_truncated_or_is_refused(
 ):
     long = [{"prompt": "x" * (vllm_kit.CONTEXT - 10)}, {"prompt": "Once"}]
     logs = run(str(folder), at(own, tmp_path / "a", max_completion_length=64, max_steps=1), train_dataset=long)
-    assert 0 < logs[0]["completions/clipped_ratio"]
+    assert logs[0]["completions/clipped_ratio"] > 0
     with pytest.raises(ConfigurationError, match=r"prompt of row .* tokens, but the model sees"):
         run(str(folder), at(own, tmp_path / "b"), train_dataset=[{"prompt": "x" * (vllm_kit.CONTEXT + 10)}])
 
@@ -210,7 +210,7 @@ def test_F127_a_prompt_beyond_the_servers_limit_ends_as_truncated_or_is_refused(
 def test_a_server_of_another_vocabulary_is_refused(own: vllm_kit.Server, folder: Path, tmp_path: Path):
     model = load(folder)
     model.resize_token_embeddings(model.config.vocab_size + 64)
-    with pytest.raises(ConfigurationError, match=r"vocabulary|tokens"):
+    with pytest.raises(ConfigurationError, match=r"with 265 ids, and the model that is trained has 329"):
         run(model, at(own, tmp_path), processing_class=AutoTokenizer.from_pretrained(folder))
 
 

@@ -145,8 +145,8 @@ def test_a_turn_that_began_under_an_adapter_ends_under_it(trainer: Trainer, fold
     before = {name: p.clone() for name, p in model.named_parameters()}
 
     async def begin() -> Any:
-        turn = asyncio.create_task(trainer.sampler.sample(request(PROMPTS[0], max_tokens=600)))
-        while (await trainer.sampler.load()).running == 0:
+        turn = asyncio.create_task(trainer.sampler.sample(request(PROMPTS[0], max_tokens=1900)))
+        while not turn.done() and (await trainer.sampler.load()).running == 0:
             await asyncio.sleep(0.01)
         return turn
 
@@ -158,7 +158,7 @@ def test_a_turn_that_began_under_an_adapter_ends_under_it(trainer: Trainer, fold
         return await turn
 
     output = trainer.run(end)
-    assert output.version == 0 and len(output.ids or ()) == 600
+    assert output.version == 0 and len(output.ids or ()) == 1900
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(before[name])
@@ -196,8 +196,8 @@ def test_weights_that_change_in_mid_turn_are_in_its_spans(trainer: Trainer, fold
     sync.publish(0)
 
     async def begin() -> Any:
-        turn = asyncio.create_task(trainer.sampler.sample(request(PROMPTS[0], max_tokens=800)))
-        while (await trainer.sampler.load()).running == 0:
+        turn = asyncio.create_task(trainer.sampler.sample(request(PROMPTS[0], max_tokens=1900)))
+        while not turn.done() and (await trainer.sampler.load()).running == 0:
             await asyncio.sleep(0.01)
         return turn
 
@@ -212,7 +212,7 @@ def test_weights_that_change_in_mid_turn_are_in_its_spans(trainer: Trainer, fold
     output = trainer.run(end)
     assert [span.version for span in output.versions] == [0, 1] and output.version == 0
     first, second = output.versions
-    assert output.ids is not None and (first.start, first.end, second.end) == (0, second.start, 800)
+    assert output.ids is not None and (first.start, first.end, second.end) == (0, second.start, 1900)
     assert times.pause_s < 5
     theirs = torch.tensor(output.log_probs)
     for span, reference in ((first, old), (second, Reference(model))):

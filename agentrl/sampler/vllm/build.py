@@ -321,8 +321,9 @@ def _reason(error: Exception) -> str:
     while error.__cause__ is not None and isinstance(error.__cause__, Exception):
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if type(error).__name__ == "ValidationError" and len(lines) > 1:
-        lines = [line.partition(" [type=")[0].removeprefix("Value error, ") for line in lines[1:2]]
+    if type(error).__name__ == "ValidationError" and len(lines) > 1:  # pydantic's: a title, where, what [type=...
+        end = next((i for i, line in enumerate(lines) if " [type=" in line), 1)
+        lines = [line.partition(" [type=")[0].removeprefix("Value error, ") for line in lines[1 : end + 1]]
     sentences = re.split(r"(?<=[.!])\s+", " ".join(lines) or type(error).__name__)
     text = " ".join(sentences[:2])[:400]
     return text if text.endswith((".", "!")) else f"{text}."

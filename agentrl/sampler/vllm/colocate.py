@@ -16,7 +16,7 @@ import torch
 
 from agentrl.errors import ConfigurationError, SamplerError
 from agentrl.sampler.vllm.build import ColocateOptions, build, close
-from agentrl.sampler.vllm.local import Command, Counts, Refusal, Turn, hand_over, on_its_loop, raw_turn
+from agentrl.sampler.vllm.local import Command, Counts, Refusal, Turn, abort_all, hand_over, on_its_loop, raw_turn
 from agentrl.sampler.vllm.wire import read_output, sampling_params
 from agentrl.types import SampleOutput, SampleRequest
 
@@ -75,6 +75,7 @@ class VLLMSampler:
         self._number = 0
         self._waiting: list[Turn] = []
         self._running: dict[str, Turn] = {}
+        self._gone: list[str] = []  # turns that the engine still draws and nobody waits for
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self._thread: ThreadPoolExecutor | None = None
@@ -155,7 +156,7 @@ class VLLMSampler:
         with self._lock:
             self._asleep, self._why_not = True, "The vLLM engine sleeps; wake() it and load() weights first."
             self._fail([*self._waiting, *self._running.values()], self._why_not)
-            hand_over(self.llm.llm_engine, [("abort", list(self._running))])
+            abort_all(self.llm.llm_engine)
             if self._on_cpu:
                 self._reset()
             else:
@@ -199,11 +200,13 @@ class VLLMSampler:
         while (commands := self._peers.broadcast_object(None, src=0)) is not None:
             with self._lock:
                 hand_over(self.llm.llm_engine, commands)
-                self.llm.llm_engine.step()
+                _step(self.llm.llm_engine)
 
     def dismiss(self) -> None:
         """Ranks that `follow` this one go on with what they do next."""
         if self._peers is not None:
+            if (commands := self._commands()[0]) and self._why_not is None:
+                self._step(commands)
             self._peers.broadcast_object(None, src=0)
 
     # --- turns ---
@@ -222,6 +225,8 @@ class VLLMSampler:
             raise ConfigurationError("vLLM in this process reads text only; use the transformers sampler for images.")
         if not request.prompt_ids:
             raise SamplerError("VLLMSampler needs prompt ids; give the engine a renderer with a tokenizer.")
+        if request.max_tokens < 1:
+            raise SamplerError(f"max_tokens is {request.max_tokens}; a turn needs at least 1.")
         if len(request.prompt_ids) >= self.max_model_len:
             raise SamplerError(
                 f"The prompt has {len(request.prompt_ids)} tokens and vLLM was built for {self.max_model_len}: no room "
@@ -259,11 +264,11 @@ class VLLMSampler:
 
     def _commands(self) -> tuple[list[Command], int]:
         """What the engine must hear before its next step, and how many prompt tokens come with it."""
-        commands: list[Command] = []
-        if gone := [id for id, turn in self._running.items() if turn.cancelled]:
-            commands.append(("abort", gone))
-            for id in gone:
-                del self._running[id]
+        for id in [id for id, turn in self._running.items() if turn.cancelled]:
+            del self._running[id]
+            self._gone.append(id)
+        commands: list[Command] = [("abort", self._gone)] if self._gone else []
+        self._gone = []
         new_tokens = 0
         for turn in self._waiting:
             if turn.cancelled:
@@ -284,7 +289,7 @@ class VLLMSampler:
                 self._peers.broadcast_object(commands, src=0)
             refused = hand_over(self.llm.llm_engine, commands)
             self._counts.steps += 1
-            return [*refused, *self.llm.llm_engine.step()]
+            return [*refused, *_step(self.llm.llm_engine)]
 
     def _absorb(self, output: Any) -> bool:
         """The turn has its answer. False where nobody waits for it."""
@@ -315,7 +320,7 @@ class VLLMSampler:
             if self._asleep:
                 return
             try:
-                hand_over(self.llm.llm_engine, [("abort", [turn.id for turn in turns])])
+                abort_all(self.llm.llm_engine)
                 self._reset()
             except Exception as second:
                 self._why_not = f"vLLM failed and cannot go on: {type(second).__name__}: {second}"
@@ -341,9 +346,7 @@ class VLLMSampler:
         for turn in turns:
             if not turn.future.done() and not turn.future.get_loop().is_closed():
                 on_its_loop(turn.future, turn.future.cancel)
-        if self._running:
-            with self._lock:
-                hand_over(self.llm.llm_engine, [("abort", list(self._running))])
+        self._gone += self._running  # not aborted here: other ranks must hear of it in the same step
         self._waiting, self._running, self._task = [], {}, None
 
     # --- where steps run ---
@@ -360,3 +363,10 @@ class VLLMSampler:
         took = (time.perf_counter() - began) / units
         self._seconds[kind] = took if kind not in self._seconds else 0.7 * self._seconds[kind] + 0.3 * took
         return result
+
+
+def _step(engine: Any) -> list[Any]:
+    # A new thread takes over torch's number of threads when it is first asked for; in the middle of a step on a CPU
+    # vLLM's attention would find another number than it planned with.
+    torch.get_num_threads()
+    return engine.step()

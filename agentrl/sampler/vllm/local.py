@@ -63,9 +63,15 @@ def hand_over(engine: Any, commands: Iterable[Command]) -> list[Refusal]:
                 fields = {**fields, "structured_outputs": StructuredOutputsParams(**outputs)}
             params = SamplingParams(**fields, output_kind=RequestOutputKind.FINAL_ONLY, flat_logprobs=True)
             engine.add_request(id, {"prompt_token_ids": prompt}, params)
-        except (ValueError, TypeError) as error:
+        except Exception as error:  # vLLM has many kinds, and whichever it is, it is this request's alone
+            engine.abort_request([id])
             refused.append(Refusal(id, error))
     return refused
+
+
+def abort_all(engine: Any) -> None:
+    """vLLM's `LLMEngine` has nothing to do."""
+    engine.abort_request(list(engine.output_processor.request_states), internal=True)
 
 
 def raw_turn(completion: Any) -> RawTurn:
