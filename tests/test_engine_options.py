@@ -129,3 +129,26 @@ def test_options_without_effect_are_named(tmp_path: Path, options: dict[str, Any
         make(tmp_path, **options)
     texts = [str(one.message) for one in caught if "has no effect" in str(one.message)]
     assert len(texts) == len(idle) and all(want in text for want, text in zip(idle, texts, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"use_vllm": True, "vllm_structured_outputs_regex": "a+"}, "vllm_structured_outputs_regex"),
+        ({"use_vllm": True, "generation_kwargs": {"presence_penalty": 1.0}}, "generation_kwargs['presence_penalty']"),
+        ({"generation_kwargs": {"suppress_tokens": [3]}}, "generation_kwargs['suppress_tokens']"),
+        ({"generation_kwargs": {"max_new_tokens": 3, "top_k": 4}}, None),
+        (
+            {"generation_kwargs": {"suppress_tokens": [3]}, "vllm_importance_sampling_correction": False},
+            None,
+        ),
+    ],
+)  # fmt: skip
+def test_what_changes_the_distribution_in_the_sampler_alone_is_named(
+    tmp_path: Path, options: dict[str, Any], named: str | None
+):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make(tmp_path, **options)
+    texts = [str(one.message) for one in caught if "ratios are biased" in str(one.message)]
+    assert [named in text for text in texts] == ([] if named is None else [True])

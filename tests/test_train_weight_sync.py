@@ -624,6 +624,8 @@ def test_a_server_without_enough_room_says_with_what_to_restart_it(lora: FakeSer
         trainer.sync(model)
     with pytest.raises(ConfigurationError, match=r"max_staleness=4 .*--max-lora-rank 8 --max-loras 6\."):
         trainer.sync(adapted("lora"), max_staleness=4)
+    with pytest.raises(ConfigurationError, match=r"--max-loras 3\."):  # the next is loaded before the oldest goes
+        trainer.sync(adapted("lora"), max_staleness=1)
     big = peft.get_peft_model(qwen3(), peft.LoraConfig(r=600, target_modules=["q_proj"]))
     with pytest.raises(ConfigurationError, match=r"up to rank 512"):
         trainer.sync(big)

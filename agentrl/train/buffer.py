@@ -85,7 +85,8 @@ class RolloutBuffer:
         accelerator = trainer.accelerator
         plans = trainer.group_plans(number)
         started, world = time.perf_counter(), accelerator.num_processes
-        cycle = play_cycle(plans, self.players(), self.settings, accelerator.process_index, world)
+        each = self.ranks_per_engine()
+        cycle = play_cycle(plans, self.players(), self.settings, accelerator.process_index, world, each)
         waited = time.perf_counter() - started
         trainer.window["train"].add("perf/rollout_wait_s", waited, 0)
         add_speed(trainer.window["train"], cycle.groups, waited, world)
@@ -158,6 +159,10 @@ class RolloutBuffer:
             return lambda plans: play_with_function(trainer, plans)
         version, window = trainer.state.global_step, trainer.window["train"]
         return lambda plans: trainer.player.play(plans, version=version, trainer_state=trainer.state, window=window)
+
+    def ranks_per_engine(self) -> int:
+        """How many ranks play together: those of one engine; a `rollout_func` is called on every rank."""
+        return 1 if self.trainer.rollout_func is not None else self.trainer.player.policy.ranks
 
     def _corrects(self, cycle: Cycle) -> bool:
         """Whether the loss makes up for another engine: its log-probs are on record, and are not the trainer's own."""

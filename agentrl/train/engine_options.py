@@ -26,6 +26,11 @@ SERVER = (
 ANY_VLLM = ("vllm_mode", "vllm_structured_outputs_regex")
 AUTO = "auto"  # `vllm_server_base_url`: the run starts a server of its own
 
+# these of `generation_kwargs` change how long a turn may be or how it is computed, not what it is drawn from
+_HARMLESS = (
+    "max_new_tokens", "cache_implementation", "cache_config", "use_cache", "max_cache_len", "prefill_chunk_size",
+    "disable_compile", "skip_reading_prefix_cache",
+)  # fmt: skip
 _OWN = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -99,12 +104,7 @@ def check_engine(args: GRPOConfig) -> None:
         if not fine:
             raise ConfigurationError(f"{text}.")
     _check_correction(args, drawn.params)
-    if args.use_vllm and args.vllm_structured_outputs_regex and args.vllm_importance_sampling_correction:
-        warnings.warn(
-            "vllm_structured_outputs_regex masks tokens in the engine only, so importance sampling ratios are too "
-            "small by their probability; set vllm_importance_sampling_correction=False to leave them out.",
-            stacklevel=5,
-        )  # fmt: skip
+    _warn_of_masks(args, drawn.kwargs)
     _warn_of_idle(args)
 
 
@@ -161,6 +161,19 @@ def _check_correction(args: GRPOConfig, params: SamplingParams) -> None:
             f"{name}={getattr(params, name)} with vLLM needs top_k > 0 (top_k=512, say): vLLM tells the tokens that "
             f"each one was drawn from only up to top_k of them, and without them every importance sampling ratio would "
             f"be biased. Or {off}."
+        )
+
+
+def _warn_of_masks(args: GRPOConfig, kwargs: Mapping[str, Any]) -> None:
+    """Says what changes the distribution in the sampler alone, so that importance sampling ratios are biased."""
+    names = [f"generation_kwargs[{name!r}]" for name in kwargs if name not in _HARMLESS]
+    if args.use_vllm and args.vllm_structured_outputs_regex:
+        names.append("vllm_structured_outputs_regex")
+    if names and args.vllm_importance_sampling_correction:
+        warnings.warn(
+            f"{', '.join(names)}: the sampler draws from another distribution than the one that is trained, so "
+            "importance sampling ratios are biased. Set vllm_importance_sampling_correction=False to leave them out.",
+            stacklevel=5,
         )
 
 

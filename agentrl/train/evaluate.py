@@ -49,8 +49,9 @@ def _one(trainer: GRPOTrainer, dataset: Any, prefix: str, name: str = "") -> dic
     plans = _plans(trainer, dataset, name)
     rank, world = trainer.accelerator.process_index, trainer.accelerator.num_processes
     started = time.perf_counter()
-    groups = trainer.buffer.players()(share_of(plans, rank, world))
-    shared = gather_groups(groups, plans, rank, world)
+    each = trainer.buffer.ranks_per_engine()
+    groups = trainer.buffer.players()(share_of(plans, rank, world, each))
+    shared = gather_groups(groups, plans, rank, world, each)
     seconds = time.perf_counter() - started
     window = trainer.window["eval"]
     window.clear()

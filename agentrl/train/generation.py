@@ -54,9 +54,9 @@ class AdvantageSettings:
 
 
 def play_cycle(
-    plans: Sequence[GroupPlan], play: PlayGroups, settings: AdvantageSettings, rank: int, world: int
+    plans: Sequence[GroupPlan], play: PlayGroups, settings: AdvantageSettings, rank: int, world: int, each: int = 1
 ) -> Cycle:
-    """Plays every `world`-th plan on this rank and returns the whole batch, the same on all ranks.
+    """Plays this rank's share of the plans and returns the whole batch, the same on all ranks.
 
     A group that was dropped, a rollout that failed and one that nobody scored have advantage 0, are out of every mean
     and std, and train nothing.
@@ -65,8 +65,8 @@ def play_cycle(
         RunStopped: No rollout of the batch survived.
         ConfigurationError: Rewards whose advantages are too large to train on.
     """
-    mine = play(share_of(plans, rank, world))
-    shared = gather_groups(mine, plans, rank, world)
+    mine = play(share_of(plans, rank, world, each))
+    shared = gather_groups(mine, plans, rank, world, each)
     flat = [rollout for group in shared for rollout in group]
     if all(rollout.reward is None and not rollout.sequences for rollout in flat):
         raise RunStopped(_nothing_survived(mine))
@@ -85,14 +85,20 @@ def play_cycle(
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     mine = [
         with_advantages(group, values[starts[i] : starts[i] + sizes[i]])
-        for group, i in zip(mine, share_of(range(len(plans)), rank, world), strict=True)
+        for group, i in zip(mine, share_of(range(len(plans)), rank, world, each), strict=True)
     ]
     return Cycle(tuple(mine), tuple(items), advantages, tuple(flat))
 
 
-def share_of(groups: Sequence[T], rank: int, world: int) -> Sequence[T]:
-    """The groups that a rank plays, whole; none where there are fewer groups than ranks."""
-    return groups[rank::world]
+def share_of(groups: Sequence[T], rank: int, world: int, each: int = 1) -> Sequence[T]:
+    """The groups that a rank plays, whole; none where there are fewer groups than ranks.
+
+    Where `each` ranks make up one engine, the first of them plays for all of them.
+
+    >>> [share_of("abcde", rank, 4, each=2) for rank in range(4)]
+    ['ace', '', 'bd', '']
+    """
+    return groups[:0] if rank % each else groups[rank // each :: world // each]
 
 
 def compare(rollouts: Sequence[SharedRollout], settings: AdvantageSettings) -> Advantages:
@@ -107,11 +113,11 @@ def compare(rollouts: Sequence[SharedRollout], settings: AdvantageSettings) -> A
 
 
 def gather_groups(
-    mine: Sequence[RolloutGroup], plans: Sequence[GroupPlan], rank: int, world: int
+    mine: Sequence[RolloutGroup], plans: Sequence[GroupPlan], rank: int, world: int, each: int = 1
 ) -> list[list[SharedRollout]]:
     """Every group's shared rollouts in the order of the plans."""
     numbered = [(i, [_share(r, i, group.dropped) for r in group.rollouts])
-                for group, i in zip(mine, share_of(range(len(plans)), rank, world), strict=True)]  # fmt: skip
+                for group, i in zip(mine, share_of(range(len(plans)), rank, world, each), strict=True)]  # fmt: skip
     everyone = gather_object(numbered) if world > 1 else numbered
     return [rollouts for _, rollouts in sorted(everyone, key=lambda pair: pair[0])]
 

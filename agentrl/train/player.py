@@ -46,7 +46,8 @@ class Player:
     ) -> list[RolloutGroup]:
         """The groups of `plans`, played by the weights of now (`version`) and scored; what it cost is in `window`."""
         self.publish(version, window)
-        groups = self._loop.run(self._play(plans, trainer_state, window))
+        with self.policy.together() as leads:
+            groups = self._loop.run(self._play(plans, trainer_state, window)) if leads else []
         self.policy.rest()
         return groups
 

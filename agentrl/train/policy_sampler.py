@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,8 @@ class PolicySampler:
         model: The policy.
         sync: What brings weights to another engine; None for samplers of the trainer's own model.
         sleeps: The engine gives its memory back between generation phases.
+        ranks: How many make up one engine (tensor parallelism); the first of them samples.
+        rank: Of this process among them.
         check: Run once, behind the first sync: the engine draws from the weights that it was sent.
         closers: Called last to first when the run ends.
     """
@@ -41,6 +43,8 @@ class PolicySampler:
     closers: list[Callable[[], Any]] = field(default_factory=list)
     sleeps: bool = False
     check: Callable[[], Any] | None = None
+    ranks: int = 1
+    rank: int = 0
     asleep: bool = False
     _held: tuple[Any, ...] | None = None  # what the engine holds: a version, and a mark of the weights
 
@@ -58,10 +62,23 @@ class PolicySampler:
         times = self.sync.publish(version)
         self.asleep = False
         if self.check is not None:
-            self.check()
+            with self.together() as samples:
+                if samples:
+                    self.check()
             self.check = None
         self._held = mark
         return times
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[bool]:
+        """True on the rank that samples; the others of its engine do their part of each step before this begins."""
+        if self.rank:
+            self.sampler.follow()
+        try:
+            yield self.rank == 0
+        finally:
+            if self.ranks > 1 and self.rank == 0:
+                self.sampler.dismiss()
 
     def rest(self) -> None:
         """Memory on the accelerator is free for training, where the sampler can give it back."""

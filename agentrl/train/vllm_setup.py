@@ -122,9 +122,11 @@ def colocate(
         raise
     contexts = [n for n in (setup.context_length(model), sampler.max_model_len) if n is not None]
     check = _first_check(model, sampler, drawn, loop, accelerator, {options.dtype})
+    ranks = args.vllm_tensor_parallel_size
     return PolicySampler(
-        sampler, min(contexts, default=None), False, model, sync, closers, args.vllm_enable_sleep_mode, check
-    )
+        sampler, min(contexts, default=None), False, model, sync, closers, args.vllm_enable_sleep_mode, check, ranks,
+        accelerator.process_index % ranks,
+    )  # fmt: skip
 
 
 def _first_check(

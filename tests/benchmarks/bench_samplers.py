@@ -68,7 +68,7 @@ class Child:
         environment = os.environ | {
             "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_OFFLINE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_NO_USAGE_STATS": "1", "TMPDIR": str(logs),
         }  # fmt: skip
         command = [sys.executable, str(HERE / "samplers_sides.py"), name, str(folder), *map(str, numbers)]
         with self.log.open("w") as log:
@@ -248,7 +248,10 @@ def smollm2(options: argparse.Namespace) -> Path:
     if options.smollm2:
         return options.smollm2
     example = runpy.run_path(str(HERE.parents[1] / "examples/smollm2_frozenlake.py"))
-    return example["model_folder"]()
+    try:
+        return example["model_folder"]()
+    except example["ConfigurationError"] as why:
+        raise Failed(f"SmolLM2-135M: {why}") from why
 
 
 def tiny_sections(bench: Bench, wanted: list[str], folder: Path) -> dict[str, Any]:
@@ -273,7 +276,7 @@ def trl_sides(folder: Path) -> list[tuple[str, Path, tuple[int, int]]]:
 def wide_section(bench: Bench, folder: Path) -> None:
     from samplers_kit import widened
 
-    wide = widened(folder)
+    wide = widened(folder, bench.logs / "wide")
     children = bench.start([*((name, wide, ()) for name in PLAYERS), *trl_sides(wide)])
     print_head()
     speed(bench, children, "wide", dict.fromkeys(IN_FLIGHT, 1))
@@ -300,8 +303,8 @@ def main() -> int:
                 wide_section(bench, folder)
         if {"agreement", "sync"} & set(wanted) and not options.quick:
             with bench.sides():
-                smol = smollm2(options)
-                children = bench.start([(name, smol, ()) for name in LABELS])
+                smol = bench.tried(lambda: smollm2(options))
+                children = bench.start([(name, smol, ()) for name in LABELS if smol])
                 found["SmolLM2-135M"] = measure(bench, children, {"turns": 8, "tokens": 24})
     if "agreement" in wanted:
         print_agreement(bench, found)

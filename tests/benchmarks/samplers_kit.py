@@ -114,8 +114,8 @@ def warm_policy() -> Path:
 
 
 @torch.no_grad()
-def widened(folder: Path, hidden: int = 576, layers: int = 3, inner: int = 1536) -> Path:
-    """The folder of the same policy in layers as large as SmolLM2-135M's: what is added is multiplied by zeros."""
+def widened(folder: Path, target: Path, hidden: int = 576, layers: int = 3, inner: int = 1536) -> Path:
+    """`target` holds the same policy in layers as large as SmolLM2-135M's: what is added is multiplied by zeros."""
     from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
     small = Qwen3ForCausalLM.from_pretrained(folder)
@@ -133,7 +133,6 @@ def widened(folder: Path, hidden: int = 576, layers: int = 3, inner: int = 1536)
         if name in weights:
             old = weights[name] * (share**0.5 if norm else 1.0)
             weight[tuple(slice(size) for size in old.shape)] = old
-    target = Path(tempfile.mkdtemp(prefix="agentrl-bench-wide-"))
     AutoTokenizer.from_pretrained(folder).save_pretrained(target)
     wide.save_pretrained(target)
     return target

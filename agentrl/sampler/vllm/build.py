@@ -106,6 +106,7 @@ def close(llm: Any, group: Group) -> None:
     try:
         if llm is not None:
             llm.llm_engine.engine_core.shutdown()
+            vars(llm.llm_engine).clear()  # something of vLLM's outlives it and would keep the weights
     finally:
         torch.distributed.destroy_process_group = destroy
     group.close()

@@ -369,4 +369,8 @@ def _step(engine: Any) -> list[Any]:
     # A new thread takes over torch's number of threads when it is first asked for; in the middle of a step on a CPU
     # vLLM's attention would find another number than it planned with.
     torch.get_num_threads()
-    return engine.step()
+    state = torch.get_rng_state()  # on a CPU vLLM draws from torch's own generator too, and overwrites what it drew
+    try:
+        return engine.step()
+    finally:
+        torch.set_rng_state(state)
