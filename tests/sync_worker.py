@@ -14,6 +14,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from fake_vllm import VOCABULARY, refusal
 from safetensors.torch import save_file
+from sync_kit import FakeServer
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from weights_kit import SHARDED
@@ -51,8 +52,6 @@ def shard(kind: str, folder: Path) -> None:
 
 def publish(way: str, folder: Path) -> None:
     """Syncs of a sharded model: what a rank was told, saw and raised is written down."""
-    from test_train_weight_sync import FakeServer
-
     accelerator, rank, loop = Accelerator(cpu=True), dist.get_rank(), LoopThread()
     told: list[Any] = []
     with ExitStack() as stack:

@@ -43,9 +43,10 @@ NOT_LOGGED = {
     "reward_kept": "async", "reward_dropped": "async",
     # the asynchronous loss: tokens outside the bounds are dropped; score centering
     "sampling/masked_mean": "async", "sampling/sampler_mass": "async",
-    # the server's load, and weights that travel to it
+    "rollout/concurrency_cap": "async",
+    # a vLLM server's load, and weights that travel to it: tests/vllm/test_training.py
     **dict.fromkeys(
-        ("rollout/concurrency_cap", "rollout/vllm_retry_count", "rollout/vllm_kv_cache_usage_frac",
+        ("rollout/vllm_retry_count", "rollout/vllm_kv_cache_usage_frac",
          "rollout/vllm_running_requests", "rollout/vllm_queued_requests", "rollout/vllm_preemption_count",
          "perf/weight_sync_s", "perf/weight_sync_pause_s", "perf/weight_sync_barrier_s",
          "perf/weight_sync_transfer_s"), "vllm",

@@ -37,26 +37,33 @@ class LoadWatch:
         if self._sampler is None or window is None:
             yield
             return
-        task = asyncio.get_running_loop().create_task(self._poll(window), name="agentrl-server-load")
+        looked = [False]
+        task = asyncio.get_running_loop().create_task(self._poll(window, looked), name="agentrl-server-load")
         try:
             yield
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+            if not looked[0]:
+                await self._look(window)
             retries = float(self._sampler.retries)
             window.count("rollout/vllm_retry_count", retries - self._retries)
             self._retries = retries
 
-    async def _poll(self, window: MetricWindow) -> None:
+    async def _poll(self, window: MetricWindow, looked: list[bool]) -> None:
         await asyncio.sleep(min(0.5, EVERY_S))  # the first turns are on their way
         while True:
-            with contextlib.suppress(Exception):  # a server without metrics is no fault of the rollouts
-                assert self._sampler is not None
-                load = await self._sampler.load()
-                window.add("rollout/vllm_kv_cache_usage_frac", load.kv_cache_usage)
-                window.add("rollout/vllm_running_requests", load.running)
-                window.add("rollout/vllm_queued_requests", load.waiting)
-                if self._preemptions is not None:
-                    window.count("rollout/vllm_preemption_count", max(0.0, load.preemptions - self._preemptions))
-                self._preemptions = load.preemptions
+            await self._look(window)
+            looked[0] = True
             await asyncio.sleep(EVERY_S)
+
+    async def _look(self, window: MetricWindow) -> None:
+        with contextlib.suppress(Exception):  # a server without metrics is no fault of the rollouts
+            assert self._sampler is not None
+            load = await self._sampler.load()
+            window.add("rollout/vllm_kv_cache_usage_frac", load.kv_cache_usage)
+            window.add("rollout/vllm_running_requests", load.running)
+            window.add("rollout/vllm_queued_requests", load.waiting)
+            before = load.preemptions if self._preemptions is None else self._preemptions
+            window.count("rollout/vllm_preemption_count", max(0.0, load.preemptions - before))
+            self._preemptions = load.preemptions
