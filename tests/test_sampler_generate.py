@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -208,6 +209,38 @@ def test_the_event_loop_goes_on_and_turns_are_answered_when_they_end() -> None:
     assert beats > 20
     assert threads == {"agentrl-sampler_0"}
     assert order == ["short", "long goes on", "long"]
+    sampler.close()
+
+
+@pytest.mark.parametrize("given_up", [False, True])
+def test_whoever_has_all_answers_may_train_the_model(given_up: bool) -> None:
+    """The sampler's thread has left the model by then; with turns that were given up, once `quiet` returns."""
+    sampler = GenerateSampler(tiny())
+    base, inside = sampler.base.generate, []
+
+    def slow_to_leave(*args: Any, **kwargs: Any) -> Any:
+        inside.append(True)
+        try:
+            out = base(*args, **kwargs)
+            time.sleep(0.05)
+            return out
+        finally:
+            inside.clear()
+
+    sampler.base.generate = slow_to_leave
+
+    async def run() -> None:
+        turns = [asyncio.create_task(sampler.sample(ask([5, 6], name=str(i), max_tokens=3 + 60 * i))) for i in range(3)]
+        if given_up:
+            await turns[0]
+            for task in turns[1:]:
+                task.cancel()
+        await asyncio.wait(turns)
+        if given_up:
+            await sampler.quiet()
+        assert not inside
+
+    asyncio.run(run())
     sampler.close()
 
 

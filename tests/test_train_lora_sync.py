@@ -10,8 +10,7 @@ import peft
 import pytest
 import torch
 from fake_vllm import VOCABULARY, refusal
-from sync_kit import FakeServer, Trainer, change, weights
-from sync_kit import fake, lora, memory, trainer  # noqa: F401  (fixtures)
+from sync_kit import FakeServer, Trainer, change, fake, lora, memory, trainer, weights  # noqa: F401  (fixtures)
 from weights_kit import adapted, qwen3, same
 
 from agentrl.errors import ConfigurationError, RunStopped, SamplerError

@@ -15,8 +15,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from sync_kit import FakeServer, Trainer, change, weights
-from sync_kit import fake, memory, trainer  # noqa: F401  (fixtures)
+from sync_kit import FakeServer, Trainer, change, fake, memory, trainer, weights  # noqa: F401  (fixtures)
 from weights_kit import adapted, qwen3, same
 
 from agentrl.errors import MissingDependency, RunStopped, SamplerError

@@ -6,10 +6,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,12 +16,11 @@ import pytest
 import torch
 from aiohttp import web
 from fake_vllm import VOCABULARY, refusal
-from sync_kit import STEPS, FakeServer, Trainer, change, files, turn_request, weights
-from sync_kit import fake, lora, memory, trainer  # noqa: F401  (fixtures)
+from sync_kit import STEPS, FakeServer, Trainer, change, fake, files, lora, memory, trainer, turn_request, weights  # noqa: F401  (fixtures)
 from weights_kit import adapted, qwen3, same, two_processes
 
 from agentrl.errors import ConfigurationError, RunStopped, SamplerError
-from agentrl.train import file_sync, scratch
+from agentrl.train import file_sync
 from agentrl.train.file_sync import FileSync
 from agentrl.train.weight_sync import DirectSync
 from agentrl.types import SampleOutput
@@ -311,48 +306,6 @@ def test_a_server_in_a_container_is_told_about(fake: FakeServer, trainer: Traine
 def test_only_a_server_on_this_host_is_given_shared_memory(trainer: Trainer, memory: Path) -> None:
     assert file_sync.on_this_host("http://localhost:1") and file_sync.on_this_host("http://[::1]:1")
     assert not file_sync.on_this_host("http://192.0.2.1:8000") and not file_sync.on_this_host("http://no.such.host.:1")
-
-
-LEAVE = """
-import sys
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
-spec = spec_from_file_location("scratch", sys.argv[3])  # alone: its package takes seconds to import
-scratch = module_from_spec(spec)
-spec.loader.exec_module(scratch)
-folder = scratch.Scratch(Path(sys.argv[1]), "agentrl-weights-")
-(folder.path / "0.safetensors").write_bytes(b"weights")
-print("ready", flush=True)
-if sys.argv[2] == "wait":
-    input()
-elif sys.argv[2] == "raise":
-    raise RuntimeError
-"""
-
-
-def test_files_go_with_their_process_however_it_ends(tmp_path: Path) -> None:
-    folder = tmp_path / "left"
-
-    def start(how: str) -> subprocess.Popen[str]:
-        child = subprocess.Popen(
-            [sys.executable, "-c", LEAVE, str(folder), how, scratch.__file__],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-        )  # fmt: skip
-        assert child.stdout is not None and child.stdout.readline() == "ready\n"
-        return child
-
-    for how in ("end", "raise"):
-        start(how).wait(20)
-        assert list(folder.iterdir()) == []
-    killed, alive = start("wait"), start("wait")
-    os.kill(killed.pid, signal.SIGKILL)
-    killed.wait(20)
-    assert len(files(folder)) == 2
-    mine = scratch.Scratch(folder, "agentrl-weights-")  # the next run
-    assert len(files(folder)) == 1 and alive.poll() is None
-    alive.communicate("\n", timeout=20)
-    mine.close()
-    assert list(folder.iterdir()) == []
 
 
 def test_files_go_when_nobody_closes_the_sync(fake: FakeServer, trainer: Trainer, memory: Path) -> None:

@@ -172,12 +172,15 @@ class GenerateSampler(TextSampler):
         most = self.runner.max_slots
         self._batch, self._waiting = self._waiting[:most], self._waiting[most:]
         batch = self._batch
+        over: list[tuple[Turn, str]] = []
         loop = asyncio.get_running_loop()
         try:
-            await self._in_thread(lambda: self._generate(batch, loop))
+            await self._in_thread(lambda: self._generate(batch, over, loop))
         except Exception as error:
             self._give_up(batch, f"generate failed: {type(error).__name__}: {error}", error)
         await asyncio.sleep(0)  # answers that the thread has sent are given
+        for turn, reason in over:
+            self._answer(turn, reason)
         left = [turn for turn in batch if not turn.future.done() and not turn.cancelled]
         self._waiting = left + self._waiting  # new weights came in between: these go on under them
         self._batch = []
@@ -200,15 +203,21 @@ class GenerateSampler(TextSampler):
             raise
 
     # --- on the sampler's thread ---
-    def _generate(self, batch: list[Turn], loop: asyncio.AbstractEventLoop) -> None:
-        """Every turn is drawn to its end and answered, unless `_stale` is set on the way."""
+    def _generate(self, batch: list[Turn], over: list[tuple[Turn, str]], loop: asyncio.AbstractEventLoop) -> None:
+        """Every turn is drawn to its end, unless `_stale` is set on the way, and answered or stands in `over`.
+
+        The last one waits there until this thread has left the model: whoever has all answers may train it.
+        """
         if not self._tried:
             self._try()
             self._tried = True
 
         def ended(turn: Turn, reason: str) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is over
-                loop.call_soon_threadsafe(self._answer, turn, reason)
+            if all(one in drawing.done or one.cancelled for one in batch):
+                over.append((turn, reason))
+            else:
+                with contextlib.suppress(RuntimeError):  # the loop is over
+                    loop.call_soon_threadsafe(self._answer, turn, reason)
 
         drawing = _Drawing(self.runner, self.processors, batch, ended)
         self.runner.prefilled_tokens += sum(len(turn.held) for turn in batch)

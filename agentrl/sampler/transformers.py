@@ -110,6 +110,11 @@ class TransformersSampler:
         finally:
             turn.cancelled = True  # done, or nobody waits for it any more
 
+    async def quiet(self) -> None:
+        """No thread of the sampler's is at work in the model, once nobody waits for a turn: it may be trained."""
+        if self._task is not None and self._loop is asyncio.get_running_loop():
+            await asyncio.wait([self._task])
+
     def release(self, conversation_id: str) -> None:
         """Nothing is held for this conversation any more."""
         row = self._table.by_conversation.get(conversation_id)

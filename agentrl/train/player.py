@@ -61,7 +61,11 @@ class Player:
         self, plans: Sequence[GroupPlan], trainer_state: Any, window: MetricWindow | None
     ) -> list[RolloutGroup]:
         async with self._watch.during(window):
-            return await run_groups(self.engine, self.scorer, plans, trainer_state=trainer_state)
+            groups = await run_groups(self.engine, self.scorer, plans, trainer_state=trainer_state)
+        quiet: Any = getattr(self.sampler, "quiet", None)
+        if quiet is not None:
+            await quiet()  # turns that were given up may have left a forward under way
+        return groups
 
     def run(self, work: Callable[[], Any]) -> Any:
         """The result of a coroutine function, on the player's loop."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from agentrl.errors import RunStopped
 from agentrl.rollout.loop import LoopThread
 from agentrl.train import setup
 from agentrl.train.engine_options import Drawn, table
@@ -16,6 +17,10 @@ from agentrl.train.engine_options import Drawn, table
 if TYPE_CHECKING:
     from agentrl.train.config import GRPOConfig
     from agentrl.train.weight_sync import SyncTimes, WeightSync
+
+
+CHECKS = 2
+"""Syncs that are checked: the first may change nothing, where the engine was built with the same weights."""
 
 
 @dataclass(slots=True)
@@ -31,7 +36,9 @@ class PolicySampler:
         sleeps: The engine gives its memory back between generation phases.
         ranks: How many make up one engine (tensor parallelism); the first of them samples.
         rank: Of this process among them.
-        check: Run once, behind the first sync: the engine draws from the weights that it was sent.
+        check: Run behind the first two syncs, on the rank that samples: the engine draws from the weights that it was
+            sent. Returns what is wrong.
+        first_error: Of several ranks' errors the first, on every rank.
         closers: Called last to first when the run ends.
     """
 
@@ -42,10 +49,12 @@ class PolicySampler:
     sync: WeightSync | None = None
     closers: list[Callable[[], Any]] = field(default_factory=list)
     sleeps: bool = False
-    check: Callable[[], Any] | None = None
+    check: Callable[[], Exception | None] | None = None
+    first_error: Callable[[str | None], str | None] = lambda error: error
     ranks: int = 1
     rank: int = 0
     asleep: bool = False
+    _checks: int = 0
     _held: tuple[Any, ...] | None = None  # what the engine holds: a version, and a mark of the weights
 
     def publish(self, version: int) -> SyncTimes | None:
@@ -61,13 +70,18 @@ class PolicySampler:
             self.sampler.wake()
         times = self.sync.publish(version)
         self.asleep = False
-        if self.check is not None:
-            with self.together() as samples:
-                if samples:
-                    self.check()
-            self.check = None
+        if self.check is not None and self._checks < CHECKS:
+            self._checks += 1
+            self._compare(self.check)
         self._held = mark
         return times
+
+    def _compare(self, check: Callable[[], Exception | None]) -> None:
+        with self.together() as samples:
+            error = check() if samples else None
+        found = self.first_error(None if error is None else str(error))
+        if found is not None:
+            raise RunStopped(found) from error
 
     @contextlib.contextmanager
     def together(self) -> Iterator[bool]:

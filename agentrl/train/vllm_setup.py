@@ -8,6 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from agentrl.errors import ConfigurationError
 from agentrl.rollout.loop import LoopThread
 from agentrl.train import setup
 from agentrl.train.checkpoint_folder import checkpoint_folder
@@ -17,6 +20,7 @@ from agentrl.train.self_check import check_agreement, trainer_log_probs
 from agentrl.types import SampleOutput, SampleRequest
 
 if TYPE_CHECKING:
+    from agentrl.sampler.vllm.launch_server import Server
     from agentrl.train.config import GRPOConfig
 
 
@@ -29,10 +33,10 @@ def server(
 
     closers: list[Callable[[], Any]] = []
     try:
-        url = _server_url(model, tokenizer, args, accelerator, closers)
+        url, ended = _server_url(model, tokenizer, args, accelerator, closers)
         options = ServerOptions(
             base_url=url, timeout_s=args.vllm_server_timeout, max_connections=max(slots, 1),
-            drawing=_drawing(args, drawn),
+            drawing=_drawing(args, drawn), ended=ended,
         )  # fmt: skip
         sampler = VLLMServerSampler(options)
         closers.append(lambda: loop.run(sampler.close()))
@@ -49,18 +53,28 @@ def server(
         raise
     contexts = [n for n in (setup.context_length(model), facts.max_model_len) if n is not None]
     check = _first_check(model, sampler, drawn, loop, accelerator, {facts.dtype, engine_dtype(model, args)})
-    return PolicySampler(sampler, min(contexts, default=None), False, model, sync, closers, check=check)
+    return PolicySampler(
+        sampler, min(contexts, default=None), False, model, sync, closers, check=check,
+        first_error=sync.ranks.first_error,
+    )  # fmt: skip
 
 
-def _server_url(model: Any, tokenizer: Any, args: GRPOConfig, accelerator: Any, closers: list[Any]) -> str:
-    """The address of the server, the same on all ranks; the main one starts it where the run owns it."""
+def _server_url(
+    model: Any, tokenizer: Any, args: GRPOConfig, accelerator: Any, closers: list[Any]
+) -> tuple[str, Callable[[], str | None]]:
+    """The address of the server, the same on all ranks, and what says why it ended.
+
+    The main rank starts it where the run owns it; nobody knows why somebody else's ended.
+    """
     if args.vllm_server_base_url != AUTO:
         host = "127.0.0.1" if args.vllm_server_host == "0.0.0.0" else args.vllm_server_host
-        return args.vllm_server_base_url or f"http://{host}:{args.vllm_server_port}"
+        return args.vllm_server_base_url or f"http://{host}:{args.vllm_server_port}", lambda: None
     said: list[Any] = [None, None]
+    server: Server | None = None
     if accelerator.is_main_process:
         try:
-            said[0] = _start_server(model, tokenizer, args, accelerator, closers)
+            server = _start_server(model, tokenizer, args, accelerator, closers)
+            said[0] = server.base_url
         except Exception as error:  # the other ranks must not wait for it
             said[1] = error
     if accelerator.num_processes > 1:
@@ -69,12 +83,13 @@ def _server_url(model: Any, tokenizer: Any, args: GRPOConfig, accelerator: Any, 
         broadcast_object_list(said)
     if said[1] is not None:
         raise said[1]
-    return said[0]
+    return said[0], (lambda: None) if server is None else server.failure
 
 
-def _start_server(model: Any, tokenizer: Any, args: GRPOConfig, accelerator: Any, closers: list[Any]) -> str:
+def _start_server(model: Any, tokenizer: Any, args: GRPOConfig, accelerator: Any, closers: list[Any]) -> Server:
     from agentrl.sampler.vllm.launch import free_gpus, start_server
 
+    _check_heads(model)
     folder = checkpoint_folder(model, tokenizer, closers, args.trust_remote_code)
     Path(str(args.output_dir)).mkdir(parents=True, exist_ok=True)
     server = start_server(
@@ -84,7 +99,25 @@ def _start_server(model: Any, tokenizer: Any, args: GRPOConfig, accelerator: Any
         timeout_s=args.vllm_server_timeout, extra=_server_flags(args),
     )  # fmt: skip
     closers.append(server.stop)
-    return server.base_url
+    return server
+
+
+def _check_heads(model: Any) -> None:
+    """vLLM's attention on this machine can compute the model's heads; on a CPU it would die of them at the first turn.
+
+    Raises:
+        ConfigurationError: The heads are too small.
+    """
+    config = setup.bare(model).config.get_text_config()
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if size < _LEAST_HEAD and not torch.cuda.is_available():
+        raise ConfigurationError(
+            f"The model's attention heads have {size} numbers, and vLLM on a CPU needs {_LEAST_HEAD} or more: use the "
+            "default sampler (use_vllm=False) for it, or a model with larger heads (make_model(hidden=128), say)."
+        )
+
+
+_LEAST_HEAD = 32
 
 
 def _server_flags(args: GRPOConfig) -> tuple[str, ...]:
@@ -103,6 +136,7 @@ def colocate(
     from agentrl.sampler.vllm import ColocateOptions, VLLMSampler
     from agentrl.train.weight_sync import DirectSync
 
+    _check_heads(model)
     closers: list[Callable[[], Any]] = []
     try:
         folder = checkpoint_folder(model, tokenizer, closers, args.trust_remote_code)
@@ -124,14 +158,14 @@ def colocate(
     check = _first_check(model, sampler, drawn, loop, accelerator, {options.dtype})
     ranks = args.vllm_tensor_parallel_size
     return PolicySampler(
-        sampler, min(contexts, default=None), False, model, sync, closers, args.vllm_enable_sleep_mode, check, ranks,
-        accelerator.process_index % ranks,
+        sampler, min(contexts, default=None), False, model, sync, closers, args.vllm_enable_sleep_mode, check,
+        sync.ranks.first_error, ranks, accelerator.process_index % ranks,
     )  # fmt: skip
 
 
 def _first_check(
     model: Any, sampler: Any, drawn: Drawn, loop: LoopThread, accelerator: Any, dtypes: set[str | None]
-) -> Callable[[], Any]:
+) -> Callable[[], Exception | None]:
     """Compares a turn of the engine with the trainer, by log-probs, without what masks tokens in the engine alone."""
     temperature = drawn.params.temperature
 
@@ -143,11 +177,15 @@ def _first_check(
         finally:
             sampler.drawing = usual
 
-    def check() -> None:
-        check_agreement(
-            sample, trainer_log_probs(model, temperature, accelerator), half=dtypes != {"float32"},
-            vocabulary=vocabulary_of(model), temperature=temperature,
-        )  # fmt: skip
+    def check() -> Exception | None:
+        try:
+            check_agreement(
+                sample, trainer_log_probs(model, temperature, accelerator), half=dtypes != {"float32"},
+                vocabulary=vocabulary_of(model), temperature=temperature,
+            )  # fmt: skip
+        except Exception as error:  # the other ranks must not wait for this one
+            return error
+        return None
 
     return check
 

@@ -27,6 +27,7 @@ class WeightSync(Protocol):
     """Keeps a sampler's weights those of the trainer."""
 
     way: str
+    ranks: Ranks
 
     def publish(self, version: int) -> SyncTimes:
         """The sampler draws from the policy as it is now, under the name `version`; every rank calls it."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +17,9 @@ import vllm_kit
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentrl import GRPOConfig, GRPOTrainer
-from agentrl.errors import ConfigurationError
+from agentrl.errors import ConfigurationError, RunStopped
+from agentrl.sampler.vllm import launch_ports
+from agentrl.train.tiny import make_model, make_tokenizer
 
 EXACT = 3e-5  # of log-probs in fp32
 
@@ -106,6 +110,12 @@ def test_a_model_of_no_folder_is_drawn_from(folder: Path, tmp_path: Path):
     check_exact(run(model, config(tmp_path), processing_class=AutoTokenizer.from_pretrained(folder)))
 
 
+def test_heads_that_vllm_cannot_compute_on_a_cpu_are_refused_before_it_is_built(tmp_path: Path):
+    tokenizer = make_tokenizer()
+    with pytest.raises(ConfigurationError, match=r"heads have 16 numbers, and vLLM on a CPU needs 32"):
+        run(make_model(tokenizer, 0), config(tmp_path), processing_class=tokenizer)
+
+
 def test_adapters_are_merged_for_an_engine_in_the_process(folder: Path, tmp_path: Path):
     from peft import LoraConfig
 
@@ -148,7 +158,6 @@ def test_evaluation_between_steps_and_resuming(folder: Path, tmp_path: Path):
 
 def test_the_first_sync_is_checked_and_fails_loudly(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """An engine that keeps other weights than it was sent is found out before anything is trained."""
-    from agentrl.errors import RunStopped
     from agentrl.sampler.vllm import VLLMSampler
 
     real = VLLMSampler.load
@@ -160,6 +169,21 @@ def test_the_first_sync_is_checked_and_fails_loudly(folder: Path, tmp_path: Path
     with pytest.raises(RunStopped, match=r"log-probs"):
         run(str(folder), config(tmp_path))
     assert not (tmp_path / "episodes.jsonl").exists()
+
+    calls = []
+
+    def stale(self: Any, weights: Any, version: int) -> Any:
+        """Weights that change nothing: the engine was built with the first ones."""
+        calls.append(version)
+        return real(self, list(weights) if len(calls) == 1 else first(), version)
+
+    def first() -> list[Any]:
+        return list(load(folder).named_parameters())
+
+    monkeypatch.setattr(VLLMSampler, "load", stale)
+    with pytest.raises(RunStopped, match=r"log-probs"):  # after one step: the second sync is checked too
+        run(str(folder), config(tmp_path, learning_rate=1e-2))
+    assert calls == [0, 1]
 
 
 # --- a server --------------------------------------------------------------------------
@@ -239,10 +263,18 @@ def test_a_run_owns_its_server(folder: Path, tmp_path: Path):
     trainer = GRPOTrainer(
         model=str(folder), args=args, reward_funcs=sum_of_ids, train_dataset=[{"prompt": "Once"}, {"prompt": "Twice"}]
     )
-    url = trainer.player.sampler.options.base_url
+    sampler = trainer.player.sampler
+    url = sampler.options.base_url
     try:
         trainer.train()
         check_exact([entry for entry in trainer.state.log_history if "loss" in entry])
+        found = launch_ports.holder(int(url.rsplit(":", 1)[1]))
+        assert found is not None
+        os.kill(found[0], signal.SIGKILL)
+        began = time.monotonic()
+        with pytest.raises(RunStopped, match=r"ended by signal 9 .*vllm_server\.log"):
+            trainer.player.run(lambda: sampler.sample(vllm_kit.request([1, 2, 3])))
+        assert time.monotonic() - began < 60  # not the 300 s that somebody else's server is waited for
     finally:
         trainer.close()
     assert (tmp_path / "vllm_server.log").stat().st_size > 0

@@ -9,7 +9,7 @@ import random
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from agentrl.errors import ConfigurationError, MissingDependency, SamplerError
+from agentrl.errors import ConfigurationError, MissingDependency, RunStopped, SamplerError
 
 _T = TypeVar("_T")
 _AGAIN = frozenset({408, 425, 429})  # beside all of 5xx
@@ -38,12 +38,15 @@ class ServerClient:
     Args:
         base_url: As "http://127.0.0.1:8000".
         timeout_s: For the server to get ready, for each answer, and for how long a failing request is tried again.
+        ended: Why the server is gone for good, where somebody knows: nothing is tried again then.
 
     Raises:
         MissingDependency: aiohttp is not installed.
     """
 
-    def __init__(self, base_url: str, *, timeout_s: float = 240.0) -> None:
+    def __init__(
+        self, base_url: str, *, timeout_s: float = 240.0, ended: Callable[[], str | None] = lambda: None
+    ) -> None:
         try:
             import aiohttp
         except ImportError as error:
@@ -51,7 +54,7 @@ class ServerClient:
         if not base_url.startswith(("http://", "https://")):
             raise ConfigurationError(f"vllm_server_base_url is '{base_url}'; it looks like 'http://localhost:8000'.")
         self.base_url = base_url.rstrip("/")
-        self.timeout_s = timeout_s
+        self.timeout_s, self.ended = timeout_s, ended
         self.retries = 0  # so far
         self.loop = asyncio.get_running_loop()
         self._aiohttp = aiohttp
@@ -107,6 +110,7 @@ class ServerClient:
 
         Raises:
             SamplerError: `timeout_s` have passed since the first failure.
+            RunStopped: The server is gone for good.
         """
         first: float | None = None
         delay, attempts = _FIRST_DELAY_S, 0
@@ -114,6 +118,8 @@ class ServerClient:
             try:
                 return await attempt()
             except ServerTrouble as error:
+                if (why := self.ended()) is not None:
+                    raise RunStopped(f"{why}.") from error
                 attempts += 1
                 now = self.loop.time()
                 first = now if first is None else first

@@ -27,6 +27,7 @@ class ServerOptions:
     max_connections: int = 512  # requests in flight at a time; more wait here
     model: str | None = None  # served name; None: the one that it serves
     drawing: Drawing = field(default_factory=Drawing)
+    ended: Callable[[], str | None] = lambda: None  # why the server is gone for good, where somebody knows
 
     def __post_init__(self) -> None:
         if self.timeout_s <= 0 or self.max_connections < 1:
@@ -140,7 +141,9 @@ class VLLMServerSampler:
                     raise SamplerError("This sampler is at work in another event loop; use one per running loop.")
                 client.abandon()
                 self._retries += client.retries
-            self._client = client = ServerClient(self.options.base_url, timeout_s=self.options.timeout_s)
+            self._client = client = ServerClient(
+                self.options.base_url, timeout_s=self.options.timeout_s, ended=self.options.ended
+            )
             self._slots = asyncio.Semaphore(self.options.max_connections)
         return client
 
