@@ -30,7 +30,7 @@ EXAMPLES = sorted(ROOT.glob("examples/**/*.py"))
 HEAVY = {path: found[1] for path in EXAMPLES if (found := re.match(r"# tested by (tests/\w+\.py)\b", path.read_text()))}
 LANGUAGES = {"python", "bash", "text", "json", "toml", "yaml", ""}
 NOT_RUN_HERE = re.compile(
-    r"(git clone|cd|python3 -m venv|(\.venv/bin/|/tmp/pins/bin/)?pip (install|freeze)|(\.venv/bin/)?pytest"
+    r"(git clone|cd|python3 -m venv|(\.venv/bin/|/tmp/pins/bin/)?pip (install|freeze)|(\.venv(-vllm)?/bin/)?pytest"
     r"|apt-get install|(\.venv/bin/)?(ruff|pyright|lint-imports)|bash \.ci/run|\.ci/run|source|sed|sort)\b"
 )
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from agentrl.errors import AgentRLError, ConfigurationError
 from agentrl.sampler.vllm.facts import ServerFacts
+from agentrl.sampler.vllm.launch_flags import LORA_RANKS
 from agentrl.sampler.vllm.server import VLLMServerSampler
 from agentrl.train.scratch import Scratch
 from agentrl.train.sync_steps import GATHER, Ranks, Run, ServerSync, Session
@@ -26,7 +27,6 @@ from agentrl.train.weights import gathered, unwrapped
 
 log = logging.getLogger(__name__)
 FOLDER = ".vllm_lora"
-_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM's --max-lora-rank takes
 _PLAIN_STARTS = ("gaussian", "eva", "orthogonal", "mica")  # of init_lora_weights; others change the base model too
 _NEWER = ("layer_replication", "alora_invocation_tokens", "use_bdlora", "use_qalora", "lora_bias", "target_parameters",
           "trainable_token_indices", "arrow_config", "velora_config", "kasa_config", "monteclora_config")  # fmt: skip
@@ -202,9 +202,10 @@ def check_server(model: Any, facts: ServerFacts, max_staleness: int) -> None:
     most_rank, most = facts.lora
     if rank <= most_rank and most >= max_staleness + 2:
         return
-    enough = next((r for r in _RANKS if r >= max(rank, most_rank)), None)
+    enough = next((r for r in LORA_RANKS if r >= max(rank, most_rank)), None)
     if enough is None:
-        raise ConfigurationError(f"vLLM serves LoRA adapters up to rank {_RANKS[-1]}, and this one has rank {rank}.")
+        most = LORA_RANKS[-1]
+        raise ConfigurationError(f"vLLM serves LoRA adapters up to rank {most}, and this one has rank {rank}.")
     raise ConfigurationError(
         f"The vLLM server serves {most} adapter(s) of rank {most_rank} at most; the adapter has rank {rank} and "
         f"max_staleness={max_staleness} needs {max_staleness + 2} at a time: restart it with --max-lora-rank {enough} "
