@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import difflib
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -175,7 +174,7 @@ class GenerateSampler(TextSampler):
         over: list[tuple[Turn, str]] = []
         loop = asyncio.get_running_loop()
         try:
-            await self._in_thread(lambda: self._generate(batch, over, loop))
+            await self._steps.in_thread(lambda: self._generate(batch, over, loop), cancelled=self._end_batch)
         except Exception as error:
             self._give_up(batch, f"generate failed: {type(error).__name__}: {error}", error)
         await asyncio.sleep(0)  # answers that the thread has sent are given
@@ -190,17 +189,8 @@ class GenerateSampler(TextSampler):
         self._waiting, self._batch = self._turns(), []
         super()._abandon()
 
-    async def _in_thread(self, work: Callable[[], None]) -> None:
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="agentrl-sampler")
-        running = self._thread.submit(work)
-        try:
-            await asyncio.wrap_future(running)
-        except asyncio.CancelledError:
-            self._stale = "reset"  # ends the batch after its next token: the model is the thread's until then
-            if not running.cancel():
-                running.exception()
-            raise
+    def _end_batch(self) -> None:
+        self._stale = "reset"  # after its next token: the model is the thread's until then
 
     # --- on the sampler's thread ---
     def _generate(self, batch: list[Turn], over: list[tuple[Turn, str]], loop: asyncio.AbstractEventLoop) -> None:

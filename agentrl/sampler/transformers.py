@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -19,6 +17,7 @@ from agentrl.sampler.draw import uniforms
 from agentrl.sampler.hold import hold
 from agentrl.sampler.runner import Drawn, ModelRunner
 from agentrl.sampler.slots import Row, SlotTable, Turn
+from agentrl.sampler.steps import Steps
 from agentrl.types import SampleOutput, SampleRequest
 
 _T = TypeVar("_T")
@@ -91,8 +90,7 @@ class TransformersSampler:
         self._stale: str | None = None  # "publish" or "reset": what the next step does first
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task | None = None
-        self._thread: ThreadPoolExecutor | None = None
-        self._seconds: dict[str, float] = {}  # per unit of work, a moving average
+        self._steps = Steps("agentrl-sampler")
 
     # --- the door ---
     async def sample(self, request: SampleRequest) -> SampleOutput:
@@ -140,9 +138,7 @@ class TransformersSampler:
     def close(self) -> None:
         """The sampler's thread is gone and its memory given back; it may be used again."""
         self._abandon()
-        if self._thread is not None:
-            self._thread.shutdown(wait=True)
-            self._thread = None
+        self._steps.close()
         self.runner.free()
 
     @property
@@ -343,27 +339,8 @@ class TransformersSampler:
         self._waiting, self._active, self._task, self._stale = [], [], None, None
         self._table.clear()
 
-    # --- where forwards run ---
     async def _run(self, kind: str, units: int, work: Callable[[], _T]) -> _T:
-        """The work's result; the event loop goes on meanwhile, unless the work is expected to be quick."""
-        expected = self._seconds.get(kind, float("inf")) * units
-        began = time.perf_counter()
-        if expected < self.inline_below_s:
-            result = work()
-        else:
-            if self._thread is None:
-                self._thread = ThreadPoolExecutor(1, thread_name_prefix="agentrl-sampler")
-            running = self._thread.submit(work)
-            try:
-                result = await asyncio.wrap_future(running)
-            except asyncio.CancelledError:
-                # The tensors are the thread's until it is done, and a forward cannot be interrupted.
-                if not running.cancel():
-                    running.exception()
-                raise
-        took = (time.perf_counter() - began) / units
-        self._seconds[kind] = took if kind not in self._seconds else 0.7 * self._seconds[kind] + 0.3 * took
-        return result
+        return await self._steps.run(kind, units, work, self.inline_below_s)
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:

@@ -7,22 +7,20 @@ import gc
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from agentrl.errors import ConfigurationError, SamplerError
+from agentrl.sampler.steps import Steps
 from agentrl.sampler.vllm.build import ColocateOptions, build, close
 from agentrl.sampler.vllm.local import Command, Counts, Refusal, Turn, abort_all, hand_over, on_its_loop, raw_turn
 from agentrl.sampler.vllm.wire import read_output, sampling_params
 from agentrl.types import SampleOutput, SampleRequest
 
 __all__ = ["ColocateOptions", "VLLMSampler"]
-
-_T = TypeVar("_T")
 
 
 class VLLMSampler:
@@ -78,8 +76,7 @@ class VLLMSampler:
         self._gone: list[str] = []  # turns that the engine still draws and nobody waits for
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
-        self._thread: ThreadPoolExecutor | None = None
-        self._seconds: dict[str, float] = {}
+        self._steps = Steps("agentrl-vllm")
         self._peers = None
         if options.tensor_parallel_size > 1:
             from vllm.distributed.parallel_state import get_tp_group  # pyright: ignore[reportMissingImports]
@@ -176,9 +173,7 @@ class VLLMSampler:
         if VLLMSampler._open is not self:
             return
         self._abandon()
-        if self._thread is not None:
-            self._thread.shutdown(wait=True)
-            self._thread = None
+        self._steps.close()
         with self._lock:
             self._why_not = "This sampler was closed."
             close(self.llm, self._group)
@@ -249,7 +244,9 @@ class VLLMSampler:
                     return
                 kind, units = ("feed", new_tokens) if new_tokens else ("decode", 1)
                 try:
-                    outputs = await self._run(kind, units, lambda commands=commands: self._step(commands))
+                    outputs = await self._steps.run(
+                        kind, units, lambda commands=commands: self._step(commands), self.inline_below_s
+                    )
                 except Exception as error:
                     self._recover(error)
                     continue
@@ -348,21 +345,6 @@ class VLLMSampler:
                 on_its_loop(turn.future, turn.future.cancel)
         self._gone += self._running  # not aborted here: other ranks must hear of it in the same step
         self._waiting, self._running, self._task = [], {}, None
-
-    # --- where steps run ---
-    async def _run(self, kind: str, units: int, work: Callable[[], _T]) -> _T:
-        """The work's result; the event loop goes on meanwhile, unless the work is expected to be quick."""
-        expected = self._seconds.get(kind, float("inf")) * units
-        began = time.perf_counter()
-        if expected < self.inline_below_s:
-            result = work()
-        else:
-            if self._thread is None:
-                self._thread = ThreadPoolExecutor(1, thread_name_prefix="agentrl-vllm")
-            result = await asyncio.wrap_future(self._thread.submit(work))
-        took = (time.perf_counter() - began) / units
-        self._seconds[kind] = took if kind not in self._seconds else 0.7 * self._seconds[kind] + 0.3 * took
-        return result
 
 
 def _step(engine: Any) -> list[Any]:
