@@ -38,7 +38,9 @@ def test_a_sync_goes_through_its_steps_in_order_and_times_each(
         times = sync.publish(version)
         same(fake.weights, weights(model))
         assert [path for path, _, _ in fake.calls] == list(STEPS.values())
-        assert fake.calls[0][1] == {"mode": "keep"} and fake.calls[3][2] == {"weight_version": str(version)}
+        assert fake.calls[0][1] == {"mode": "keep"}
+        assert fake.calls[3][2] == {"weight_version": trainer.sampler.name_of(version)}
+        assert trainer.sampler.name_of(version) == f"{trainer.sampler.run}-{version}" and len(trainer.sampler.run) == 8
         output = trainer.sample()
         assert trainer.sampler.version == output.version == version
         assert list(times.steps) == [

@@ -19,7 +19,7 @@ import pytest
 from aiohttp import web
 from fake_vllm import MODEL_LENGTH, VOCABULARY, FakeVLLM, answer, choice, refusal
 
-from agentrl.errors import ConfigurationError, SamplerError
+from agentrl.errors import ConfigurationError, RunStopped, SamplerError
 from agentrl.sampler.vllm.http import ServerClient, ServerRefused
 from agentrl.sampler.vllm.server import ServerOptions, VLLMServerSampler
 from agentrl.sampler.vllm.wire import Drawing
@@ -619,6 +619,20 @@ def test_a_turn_that_began_before_the_first_sync_is_drawn_again(fake: FakeVLLM) 
             sampler.open(1)
             output = await sampler.sample(a_request())
             assert output.version == 1 and output.versions == () and len(fake.bodies) == 2
+
+    asyncio.run(main())
+
+
+def test_another_run_on_the_same_server_stops_this_one(fake: FakeVLLM) -> None:
+    async def main() -> None:
+        async with started(fake) as sampler:
+            sampler.run = "ours"
+            sampler.open(3)
+            fake.version = sampler.name_of(3)
+            assert (await sampler.sample(a_request())).version == 3
+            fake.version = "theirs-3"
+            with pytest.raises(RunStopped, match="Another run sends its weights .* give each run a server of its own"):
+                await sampler.sample(a_request())
 
     asyncio.run(main())
 

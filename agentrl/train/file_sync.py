@@ -152,7 +152,8 @@ async def _load(session: Session, file: Path, version: int) -> None:
     await session.pause()
     await session.start_update()
     await session.post("load the weights", "/update_weights", {"update_info": {"path": str(file)}})
-    await session.post("finish the update", "/finish_weight_update", {"weight_version": str(version)})
+    name = session.sampler.name_of(version)
+    await session.post("finish the update", "/finish_weight_update", {"weight_version": name})
     await session.forget_prefixes()
 
 

@@ -49,7 +49,7 @@ class NcclSync(ServerSync):
                 await session.pause()
 
         self.on_loop(session, pause)
-        self._sender.client.version = str(version)
+        self._sender.client.version = self.sampler.name_of(version)
         try:
             with session.clock.step("load the weights"):  # start and finish are in it
                 in_time(self._sender.send_weights, session.left())

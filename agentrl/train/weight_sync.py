@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -58,6 +59,7 @@ def server_sync(
         ConfigurationError: The server has no way to take these weights, or too little room for the adapter.
     """
     ranks, facts = Ranks(accelerator), sampler.facts
+    sampler.run = ranks.agreed(uuid.uuid4().hex[:8])
     why = why_not_alone(unwrapped(model, accelerator))
     if facts.lora is not None and why is None and not facts.lora_updates:
         why = "it was started without VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"

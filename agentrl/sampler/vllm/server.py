@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from agentrl.errors import ConfigurationError, SamplerError
+from agentrl.errors import ConfigurationError, RunStopped, SamplerError
 from agentrl.sampler.vllm import wire
 from agentrl.sampler.vllm.facts import ServerFacts, ServerLoad, check_facts, read_facts, read_load
 from agentrl.sampler.vllm.gate import Gate
@@ -16,6 +16,7 @@ from agentrl.sampler.vllm.wire import Drawing
 from agentrl.types import SampleOutput, SampleRequest, VersionSpan
 
 _GENERATE = "/inference/v1/generate"
+_FIRST = "default"  # what vLLM calls the weights that it was started with
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,8 @@ class VLLMServerSampler:
         self._slots = asyncio.Semaphore(options.max_connections)
         self._retries = 0  # of clients on loops that are over
         self._gate = Gate()
-        self._published: set[str] = set()
+        self.run = ""  # what names of weights begin with, where several runs may meet at a server; set by a sync
+        self._published: dict[str, int] = {}  # versions of this run by the name that the server has for them
         self._adapter: str | None = None
         self._opened = 0  # how often
         self._restoring: asyncio.Task[None] | None = None
@@ -169,9 +171,13 @@ class VLLMServerSampler:
         """The server holds the weights `version`, as the adapter of that name where one is given; requests go out."""
         self.version = version
         self._adapter = adapter
-        self._published.add(str(version))
+        self._published[self.name_of(version)] = version
         self._opened += 1
         self._gate.open()
+
+    def name_of(self, version: int) -> str:
+        """What the server calls these weights."""
+        return f"{self.run}-{version}" if self.run else str(version)
 
     def broken(self, why: str) -> None:
         """Nobody knows what weights the server holds: `sample` raises SamplerError(why) until `open`."""
@@ -235,11 +241,16 @@ class VLLMServerSampler:
             ]
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise wire.BadAnswer(f"no weight versions: {error!r}") from error
+        if self.run and any(name not in self._published and name != _FIRST for name, _, _ in found):
+            raise RunStopped(
+                f"Another run sends its weights to the vLLM server at {self.options.base_url}, and turns of this one "
+                "were drawn from them: give each run a server of its own."
+            )
         if found and found[-1][0] not in self._published:
             await self._restarted(opened)
-        if not all(version in self._published for version, _, _ in found):
+        if not all(name in self._published for name, _, _ in found):
             raise ServerTrouble("The answer began before the weights of this run arrived")
-        return tuple(VersionSpan(int(version), start, end) for version, start, end in found)
+        return tuple(VersionSpan(self._published[name], start, end) for name, start, end in found)
 
     async def _restarted(self, opened: int) -> None:
         """The last weights were sent again, once for all requests that wait; then the request is to be sent again.
