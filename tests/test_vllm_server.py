@@ -631,7 +631,7 @@ def test_another_run_on_the_same_server_stops_this_one(fake: FakeVLLM) -> None:
             fake.version = sampler.name_of(3)
             assert (await sampler.sample(a_request())).version == 3
             fake.version = "theirs-3"
-            with pytest.raises(RunStopped, match="Another run sends its weights .* give each run a server of its own"):
+            with pytest.raises(RunStopped, match=r"Another run sends its weights .* give each run a server of its own"):
                 await sampler.sample(a_request())
 
     asyncio.run(main())
