@@ -1,7 +1,7 @@
 """`agentrl serve`: what is started, what is said, and how it ends.
 
-The server is a stand-in (tests/vllm has the real one). It is found as the package `vllm` of a folder on PYTHONPATH, so
-that nothing of agentrl is replaced.
+The server is a stand-in (tests/on_vllm has the real one). It is found as the package `vllm` of a folder on PYTHONPATH,
+so that nothing of agentrl is replaced.
 """
 
 from __future__ import annotations

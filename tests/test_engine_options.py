@@ -80,6 +80,8 @@ def test_a_repetition_penalty_needs_the_correction_to_be_off(tmp_path: Path):
         ({"use_vllm": True, "cache_implementation": "static"}, "vLLM has its own"),
         ({"use_transformers_continuous_batching": True, "cache_implementation": "static"}, "its own cache"),
         ({"use_vllm": True, "ds3_gather_for_generation": False}, "ds3_gather_for_generation=False is not available"),
+        ({"use_vllm": True, "vllm_structured_outputs_regex": "a+"}, "correction=False"),
+        ({"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": "http://a:8000."}, "is no address"),
         ({"use_vllm": True, "vllm_mode": "remote"}, "'server' or 'colocate'"),
         ({"use_vllm": True, "vllm_model_impl": "auto"}, "'vllm' or 'transformers'"),
         ({"use_vllm": True, "vllm_gpu_memory_utilization": 1.5}, "share of the memory"),
@@ -134,7 +136,6 @@ def test_options_without_effect_are_named(tmp_path: Path, options: dict[str, Any
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"use_vllm": True, "vllm_structured_outputs_regex": "a+"}, "vllm_structured_outputs_regex"),
         ({"use_vllm": True, "generation_kwargs": {"presence_penalty": 1.0}}, "generation_kwargs['presence_penalty']"),
         ({"generation_kwargs": {"suppress_tokens": [3]}}, "generation_kwargs['suppress_tokens']"),
         ({"generation_kwargs": {"max_new_tokens": 3, "top_k": 4}}, None),

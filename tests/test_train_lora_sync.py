@@ -46,14 +46,24 @@ def test_an_adapter_goes_alone_and_versions_are_kept_for_turns_that_began_under_
     trainer.loop.close()
 
 
-@pytest.mark.parametrize("step", ["load_lora_adapter", "unload_lora_adapter"])
-def test_an_adapter_that_fails_leaves_a_broken_sampler_and_a_later_one_heals(
-    lora: FakeServer, trainer: Trainer, step: str
+def test_an_old_adapter_that_stays_stops_nothing(
+    lora: FakeServer, trainer: Trainer, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer.run(lambda: trainer.sampler.start(VOCABULARY))
     sync = trainer.sync(adapted("lora"))
     sync.publish(0)
-    lora.trouble[f"/v1/{step}"] = lambda: refusal(500, "no room")
+    lora.trouble["/v1/unload_lora_adapter"] = lambda: refusal(500, "busy")
+    sync.publish(1)
+    assert trainer.sample().version == 1 and "keeps the adapter" in caplog.text
+
+
+def test_an_adapter_that_fails_leaves_a_broken_sampler_and_a_later_one_heals(
+    lora: FakeServer, trainer: Trainer
+) -> None:
+    trainer.run(lambda: trainer.sampler.start(VOCABULARY))
+    sync = trainer.sync(adapted("lora"))
+    sync.publish(0)
+    lora.trouble["/v1/load_lora_adapter"] = lambda: refusal(500, "no room")
     with pytest.raises(RunStopped, match=r"load.*failed .*no room"):
         sync.publish(1)
     with pytest.raises(SamplerError, match="Weights 1"):

@@ -44,7 +44,7 @@ NOT_LOGGED = {
     # the asynchronous loss: tokens outside the bounds are dropped; score centering
     "sampling/masked_mean": "async", "sampling/sampler_mass": "async",
     "rollout/concurrency_cap": "async",
-    # a vLLM server's load, and weights that travel to it: tests/vllm/test_training.py
+    # a vLLM server's load, and weights that travel to it: tests/on_vllm/test_training.py
     **dict.fromkeys(
         ("rollout/vllm_retry_count", "rollout/vllm_kv_cache_usage_frac",
          "rollout/vllm_running_requests", "rollout/vllm_queued_requests", "rollout/vllm_preemption_count",

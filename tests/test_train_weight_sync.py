@@ -130,13 +130,30 @@ FAILURES: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
+REPEATED = ("pause", "reset the prefix cache", "resume")
+
+
+@pytest.mark.parametrize("step", REPEATED)
+def test_a_server_that_fails_once_in_a_step_that_may_be_repeated_is_asked_again(
+    fake: FakeServer, trainer: Trainer, step: str
+) -> None:
+    model = qwen3()
+    sync = trainer.sync(model)
+    once = [refusal(503, "busy")]
+    fake.trouble[STEPS[step]] = lambda: once.pop() if once else None
+    sync.publish(0)
+    assert not once and trainer.sample().version == 0
+    same(fake.weights, weights(model))
+
+
 @pytest.mark.parametrize("failure", FAILURES)
 @pytest.mark.parametrize("step", STEPS)
 def test_no_mixed_policy_is_sampled_after_a_step_failed_and_a_later_sync_heals(
     fake: FakeServer, tmp_path: Path, step: str, failure: str
 ) -> None:
     instead, said = FAILURES[failure]
-    trainer = Trainer(fake, tmp_path, timeout_s=0.6 if failure == "no answer" else 20.0)
+    again = step in REPEATED and failure in ("500", "died")  # tried until the sync's time is over
+    trainer = Trainer(fake, tmp_path, timeout_s=0.6 if failure == "no answer" else 1.5 if again else 20.0)
     model = qwen3()
     sync = trainer.sync(model)
     sync.publish(0)

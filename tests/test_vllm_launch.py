@@ -1,6 +1,6 @@
 """Servers that this process starts: awaited, explained when they fail, and never left behind.
 
-The servers here are `vllm_stand_in.py`; tests/vllm/test_launch.py starts the real one.
+The servers here are `vllm_stand_in.py`; tests/on_vllm/test_launch.py starts the real one.
 """
 
 from __future__ import annotations

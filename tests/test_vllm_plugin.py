@@ -14,7 +14,7 @@ from agentrl.sampler.vllm.colocate import ColocateOptions, VLLMSampler
 from agentrl.sampler.vllm.wire import Drawing
 
 SPEC = importlib.util.find_spec("vllm")
-INSTALLED = SPEC is not None and SPEC.origin is not None  # without an origin it is the folder tests/vllm
+INSTALLED = SPEC is not None and SPEC.origin is not None  # without an origin it is the folder tests/on_vllm
 
 
 def test_without_vllm_the_plugin_does_nothing_and_the_sampler_says_what_to_install() -> None:

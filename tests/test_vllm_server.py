@@ -1,4 +1,4 @@
-"""The vLLM server's sampler against a server that fails in every way that one can; tests/vllm has the real one."""
+"""The vLLM server's sampler against a server that fails in every way that one can; tests/on_vllm has the real one."""
 
 from __future__ import annotations
 
@@ -256,10 +256,42 @@ def test_an_answer_that_does_not_come_is_tried_again(fake: FakeVLLM) -> None:
     fake.replies = [_hangs]
 
     async def main() -> None:
-        async with started(fake, timeout_s=0.4) as sampler:
+        async with started(fake, timeout_s=0.4, answer_s=0.4) as sampler:
             assert (await sampler.sample(a_request())).ids is not None
             assert sampler.retries == 1
             await until(lambda: fake.dropped == 1)
+
+    asyncio.run(main())
+
+
+def test_a_turn_that_waits_behind_others_is_waited_for_while_the_server_is_healthy(fake: FakeVLLM) -> None:
+    async def late(request: Any, body: dict[str, Any]) -> Any:
+        await asyncio.sleep(1.0)
+        return answer(body)
+
+    fake.replies = [late]
+
+    async def main() -> None:
+        async with started(fake, timeout_s=0.2) as sampler:
+            assert (await sampler.sample(a_request())).ids is not None
+            assert sampler.retries == 0
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("names", [["default"], ["theirs-1"], ["default", "theirs-1"]])
+def test_an_adapter_on_weights_of_another_run_stops_this_one(fake: FakeVLLM, names: list[str]) -> None:
+    spans = [{"version": name, "start": i, "end": i + 1} for i, name in enumerate(names)]
+    fake.usual = lambda request, body: answer(body, weight_versions=spans)
+
+    async def main() -> None:
+        async with started(fake) as sampler:
+            sampler.open(4, adapter="policy")
+            if names == ["default"]:
+                assert (await sampler.sample(a_request())).version == 4
+                return
+            with pytest.raises(RunStopped, match="under the adapter of this one"):
+                await sampler.sample(a_request())
 
     asyncio.run(main())
 

@@ -99,8 +99,5 @@ def _model(name: str, kwargs: dict[str, Any], slots: int) -> Policy:
 def _served(address: str, slots: int) -> Policy:
     from agentrl.train.run_model import load_served
 
-    try:
-        sampler, tokenizer, context = load_served(address, slots)
-    except ConnectionError as error:
-        raise ConfigurationError(str(error)) from error
+    sampler, tokenizer, context = load_served(address, slots)
     return Policy(f"vllm:{address}", sampler, tokenizer, context)

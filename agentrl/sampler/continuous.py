@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -77,7 +78,7 @@ class ContinuousSampler(TextSampler):
                 f"load the model in {str(autocast_dtype).removeprefix('torch.')}, or use {self.default}."
             )
         self._engine: Any = None
-        self._tried = False
+        self._tried = self._warned = False
         self._begun: dict[Turn, int] = {}  # turns in the engine -> tokens that were held when they came in
         self._over: list[tuple[Turn, Any]] = []  # turns that the last step ended
         self._seen: dict[Turn, list[torch.Tensor]] | None = None  # set while the engine is tried
@@ -127,7 +128,9 @@ class ContinuousSampler(TextSampler):
                     "num_blocks (or max_memory_percent) in transformers_continuous_batching_config.",
                 )
                 continue
-            turn.end = min(turn.end, self._engine.capacity)
+            if turn.end > self._engine.capacity:
+                self._warn_of_room()
+                turn.end = self._engine.capacity
             feeding.add(prompt)
             self._engine.add(turn)
             self._begun[turn] = len(prompt)
@@ -135,6 +138,15 @@ class ContinuousSampler(TextSampler):
             self.shared_tokens += len(prompt)
         self._waiting = later
         return tokens
+
+    def _warn_of_room(self) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"The cache of continuous batching holds {self._engine.capacity} tokens, so longer conversations are "
+                "cut: raise num_blocks (or max_memory_percent) in transformers_continuous_batching_config.",
+                stacklevel=2,
+            )
 
     def _leave(self, turns: list[Turn]) -> None:
         for turn in turns:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.train import setup
+from agentrl.train.scratch import Scratch
 
 
 def checkpoint_folder(model: Any, tokenizer: Any, closers: list[Any], trust_remote_code: bool) -> Path | str:
@@ -26,10 +27,10 @@ def checkpoint_folder(model: Any, tokenizer: Any, closers: list[Any], trust_remo
             differ = [key for key in there if key not in _UNIMPORTANT and there[key] != here.get(key)]
             if not differ and _has_weights(name):
                 return name
-    folder = tempfile.TemporaryDirectory(prefix="agentrl-model-")
-    closers.append(folder.cleanup)
-    write_checkpoint(model, tokenizer, Path(folder.name))
-    return Path(folder.name)
+    folder = Scratch(Path(tempfile.gettempdir()), "agentrl-model-")
+    closers.append(folder.close)
+    write_checkpoint(model, tokenizer, folder.path)
+    return folder.path
 
 
 _UNIMPORTANT = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures"}

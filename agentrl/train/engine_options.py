@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from agentrl.errors import ConfigurationError
 from agentrl.types import SamplingParams
@@ -103,6 +104,8 @@ def check_engine(args: GRPOConfig) -> None:
     for fine, text in _rules(args):
         if not fine:
             raise ConfigurationError(f"{text}.")
+    if args.use_vllm and not 0.01 <= drawn.params.temperature <= 2.0:
+        raise ConfigurationError(f"vLLM draws at temperatures from 0.01 to 2, not {drawn.params.temperature}.")
     _check_correction(args, drawn.params)
     _warn_of_masks(args, drawn.kwargs)
     _warn_of_idle(args)
@@ -138,11 +141,23 @@ def _rules(args: GRPOConfig) -> list[tuple[bool, str]]:
         (0 < args.vllm_server_port < 65536, "vllm_server_port must be a port: 1 to 65535"),
         (0 < args.vllm_group_port < 65536, "vllm_group_port must be a port: 1 to 65535"),
         (
-            args.vllm_server_base_url is None or args.vllm_server_base_url == AUTO
-            or args.vllm_server_base_url.startswith(("http://", "https://")),
+            args.vllm_server_base_url in (None, AUTO) or is_address(args.vllm_server_base_url),
             f"vllm_server_base_url={args.vllm_server_base_url!r} is no address: write 'http://HOST:PORT' or 'auto'",
         ),
     ]  # fmt: skip
+
+
+def is_address(url: str) -> bool:
+    """Whether this names a server.
+
+    >>> [is_address(url) for url in ("http://localhost:8000", "localhost:8000", "http://localhost:8000.")]
+    [True, False, False]
+    """
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:
+        return False
 
 
 def _check_correction(args: GRPOConfig, params: SamplingParams) -> None:
@@ -154,6 +169,11 @@ def _check_correction(args: GRPOConfig, params: SamplingParams) -> None:
         raise ConfigurationError(
             f"repetition_penalty={params.repetition_penalty} changes what the sampler draws from and not what is "
             f"trained, so every importance sampling ratio would be biased: {off}, or leave repetition_penalty at 1.0."
+        )
+    if args.use_vllm and args.vllm_structured_outputs_regex:
+        raise ConfigurationError(
+            "vllm_structured_outputs_regex leaves the engine few tokens to draw from, so every importance sampling "
+            f"ratio would be near 0 and the loss with it: {off}."
         )
     if args.use_vllm and params.top_k == 0 and (params.top_p < 1 or params.min_p):
         name = "top_p" if params.top_p < 1 else "min_p"
@@ -167,12 +187,11 @@ def _check_correction(args: GRPOConfig, params: SamplingParams) -> None:
 def _warn_of_masks(args: GRPOConfig, kwargs: Mapping[str, Any]) -> None:
     """Says what changes the distribution in the sampler alone, so that importance sampling ratios are biased."""
     names = [f"generation_kwargs[{name!r}]" for name in kwargs if name not in _HARMLESS]
-    if args.use_vllm and args.vllm_structured_outputs_regex:
-        names.append("vllm_structured_outputs_regex")
     if names and args.vllm_importance_sampling_correction:
         warnings.warn(
             f"{', '.join(names)}: the sampler draws from another distribution than the one that is trained, so "
-            "importance sampling ratios are biased. Set vllm_importance_sampling_correction=False to leave them out.",
+            "importance sampling ratios are biased. Set vllm_importance_sampling_correction=False to train without "
+            "them.",
             stacklevel=5,
         )
 

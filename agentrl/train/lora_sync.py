@@ -120,7 +120,10 @@ class LoraSync(ServerSync):
 
     async def _unload(self, session: Session, adapter: _Adapter) -> None:
         if self.ranks.main:
-            await session.post("unload the oldest", "/v1/unload_lora_adapter", {"lora_name": adapter.name})
+            try:
+                await session.post("unload the oldest", "/v1/unload_lora_adapter", {"lora_name": adapter.name})
+            except AgentRLError as error:  # the new one is there; the server drops old ones by itself when it is full
+                log.warning("The vLLM server keeps the adapter %s: %s", adapter.name, error)
             shutil.rmtree(adapter.folder, ignore_errors=True)
         self._served.remove(adapter)
 
@@ -145,12 +148,12 @@ def why_not_alone(model: nn.Module) -> str | None:
     """Why this model cannot be served as an adapter beside its base model; None: it can.
 
     >>> why_not_alone(nn.Linear(1, 1))
-    'it is no PEFT model'
+    'the model has no adapter of PEFT'
     """
     active = getattr(model, "active_adapters", None)
     configs = getattr(model, "peft_config", None)
     if configs is None or active is None:
-        return "it is no PEFT model"
+        return "the model has no adapter of PEFT"
     if len(active) != 1:
         return f"{len(active)} adapters are active"
     config = configs[active[0]]
@@ -187,7 +190,9 @@ def why_not_base(run: Run, sampler: VLLMServerSampler, ranks: Ranks) -> str | No
 
     found = run(ask) if ranks.main else {}
     version = ranks.agreed(str(found.get("weight_version", "default")))
-    return None if version == "default" else f"an earlier run changed its base model (to weights '{version}')"
+    if version == "default":
+        return None
+    return f"an earlier run changed its base model (to weights '{version}'); restart it to send the adapter alone"
 
 
 def check_server(model: Any, facts: ServerFacts, max_staleness: int) -> None:

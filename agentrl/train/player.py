@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -35,6 +36,7 @@ class Player:
         self.engine = RolloutEngine(policy.sampler, renderer, pools, tools, settings)
         self.scorer = Scorer(sources)
         self._watch = LoadWatch(policy.sampler)
+        self._warned = False
 
     @property
     def sampler(self) -> Any:
@@ -53,6 +55,17 @@ class Player:
 
     def publish(self, version: int, window: MetricWindow | None = None) -> None:
         """The sampler draws from the weights of now. Collective."""
+        drawing = self.engine.sampler
+        if drawing is not self.policy.sampler:  # somebody's own
+            if callable(publish := getattr(drawing, "publish", None)):
+                publish(version)
+            elif not self._warned:
+                self._warned = True
+                warnings.warn(
+                    f"{type(drawing).__name__} has no publish(version), so the trainer's weights do not reach it: it "
+                    "draws from what it holds for the whole run.", stacklevel=2,
+                )  # fmt: skip
+            return
         times = self.policy.publish(version)
         if times is not None and window is not None:
             add_sync(window, times)

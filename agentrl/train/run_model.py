@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentrl.errors import ConfigurationError
 from agentrl.sampler import TransformersSampler
+from agentrl.train.engine_options import is_address
 from agentrl.train.setup import context_length
 
 
@@ -50,8 +51,7 @@ def load_served(address: str, slots: int) -> tuple[Any, Any, int | None]:
         slots: Requests in flight at a time.
 
     Raises:
-        ConfigurationError: The server lacks a flag, or no tokenizer is found.
-        ConnectionError: There is no server.
+        ConfigurationError: There is no server, it lacks a flag, or no tokenizer is found.
     """
     from agentrl.sampler.vllm import ServerOptions, VLLMServerSampler
 
@@ -64,7 +64,12 @@ def load_served(address: str, slots: int) -> tuple[Any, Any, int | None]:
         finally:
             await sampler.close()
 
-    facts = asyncio.run(start())
+    if not is_address(url):
+        raise ConfigurationError(f"'{url}' is no address: write --policy vllm:http://HOST:PORT.")
+    try:
+        facts = asyncio.run(start())
+    except ConnectionError as error:
+        raise ConfigurationError(f"No vLLM server answered at {url} within {_PATIENCE_S:g} s.") from error
     transformers.utils.logging.set_verbosity_error()
     try:
         tokenizer = AutoTokenizer.from_pretrained(named or facts.root)

@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from agentrl.errors import AgentRLError, ConfigurationError, RunStopped
+from agentrl.sampler.vllm.http import ServerTrouble
 from agentrl.sampler.vllm.server import VLLMServerSampler
 
 Run = Callable[[Callable[[], Any]], Any]
@@ -82,8 +84,19 @@ class Session:
         with self.clock.step(step):
             return await self.sampler.client.post(path, body, timeout_s=self.left(), **params)
 
+    async def repeated(self, step: str, path: str, **params: Any) -> Any:
+        """The answer to a call that may as well be made twice: made again until the deadline if the server fails."""
+        with self.clock.step(step):
+            while True:
+                try:
+                    return await self.sampler.client.post(path, timeout_s=self.left(), **params)
+                except ServerTrouble:
+                    if self.left() < 4 * _POLL_S:
+                        raise
+                    await asyncio.sleep(_POLL_S)
+
     async def pause(self) -> None:
-        await self.post("pause", "/pause", mode="keep")
+        await self.repeated("pause", "/pause", mode="keep")
 
     async def start_update(self) -> None:
         """The server takes weights; an update that a failed sync left open was ended first."""
@@ -98,7 +111,7 @@ class Session:
     async def forget_prefixes(self) -> None:
         """No key or value of the old weights is used again."""
         while True:
-            answer = await self.post("reset the prefix cache", "/reset_prefix_cache", reset_running_requests=True)
+            answer = await self.repeated("reset the prefix cache", "/reset_prefix_cache", reset_running_requests=True)
             if not isinstance(answer, dict) or answer.get("success", True):
                 return
             if self.left() < _POLL_S:
@@ -106,7 +119,7 @@ class Session:
             await asyncio.sleep(_POLL_S)
 
     async def resume(self) -> None:
-        await self.post("resume", "/resume")
+        await self.repeated("resume", "/resume")
 
 
 async def anyhow(sampler: VLLMServerSampler, path: str, timeout_s: float, **params: Any) -> None:
@@ -151,7 +164,7 @@ class Ranks:
         return next((e for e in gather_object([error]) if e), None)
 
 
-class ServerSync:
+class ServerSync(ABC):
     """A server's weights follow the trainer's. `publish` is collective: every rank calls it.
 
     Args:
@@ -180,17 +193,18 @@ class ServerSync:
             self._phase(session, version, work)
         return session.clock.times(self.way)
 
+    @abstractmethod
     def close(self) -> None:
         """What was kept for the server is gone."""
 
     # --- what the ways differ in ---
+    @abstractmethod
     def collect(self, session: Session, version: int) -> None:
         """Every rank gave its share of the weights; the main one has all of them."""
-        raise NotImplementedError
 
+    @abstractmethod
     def send(self, session: Session, version: int) -> None:
         """The server holds the new weights and is still paused."""
-        raise NotImplementedError
 
     def release(self, session: Session, version: int) -> None:
         """Requests are admitted on every rank, then the server goes on.

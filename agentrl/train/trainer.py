@@ -224,8 +224,16 @@ class GRPOTrainer(Trainer):
             if len(ids) >= context:
                 raise ConfigurationError(
                     f"The prompt of row {task.index} has {len(ids)} tokens, but the model sees {context}: shorten or "
-                    "filter such rows, or use a model with a longer context."
+                    f"filter such rows, or {self._longer(context)}."
                 )
+
+    def _longer(self, context: int) -> str:
+        """What would let the sampler see more tokens than `context`."""
+        own = setup.context_length(self.model)
+        if self.args.use_vllm and (own is None or own > context):
+            server = self.args.vllm_mode == "server" and self.args.vllm_server_base_url != "auto"
+            return "raise the server's --max-model-len" if server else "raise vllm_max_model_length"
+        return "use a model with a longer context"
 
     # --- the loop of transformers.Trainer sees one cheap batch per micro-batch ---
     def get_train_dataloader(self) -> DataLoader:

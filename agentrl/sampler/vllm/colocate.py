@@ -50,7 +50,9 @@ class VLLMSampler:
 
     def __init__(self, options: ColocateOptions, *, inline_below_s: float = 0.02) -> None:
         if VLLMSampler._open is not None:
-            raise ConfigurationError("This process has a vLLM engine already; close() it before another is built.")
+            raise ConfigurationError(
+                "This process has a vLLM engine already; close it (trainer.close()) before another is built."
+            )
         self.options = options
         self.inline_below_s = inline_below_s
         self.llm, self._group = build(options)

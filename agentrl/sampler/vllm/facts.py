@@ -64,10 +64,13 @@ async def read_facts(client: ServerClient, model: str | None = None) -> ServerFa
     except ServerRefused:
         return ServerFacts(version, name, root, length, vocabulary, scale_out, dev_mode=False)
     world = await client.retried(lambda: client.get("/get_world_size"))
-    return ServerFacts(
-        version, name, root, length, vocabulary, scale_out, dev_mode=True, **_settings(info),
-        world_size=int(world["world_size"]),
-    )  # fmt: skip
+    try:
+        return ServerFacts(
+            version, name, root, length, vocabulary, scale_out, dev_mode=True, **_settings(info),
+            world_size=int(world["world_size"]),
+        )  # fmt: skip
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise _no_server(client, error) from error
 
 
 def check_facts(
@@ -119,12 +122,18 @@ async def _served(client: ServerClient, model: str | None) -> tuple[str, str, st
             if entry["id"] == model or (model is None and not entry.get("parent")):
                 return version, entry["id"], str(entry.get("root") or entry["id"]), int(entry["max_model_len"])
         names = ", ".join(str(entry["id"]) for entry in served)
+    except ServerRefused:
+        raise
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigurationError(f"What answers at {client.base_url} is no vLLM server ({error!r}).") from error
+        raise _no_server(client, error) from error
     raise ConfigurationError(
         f"The vLLM server at {client.base_url} does not serve '{model}' but {names}: name one of them, or start it "
         f"with --served-model-name {model}."
     )
+
+
+def _no_server(client: ServerClient, error: Exception) -> ConfigurationError:
+    return ConfigurationError(f"What answers at {client.base_url} is no vLLM server ({error!r}).")
 
 
 async def _vocabulary(client: ServerClient, model: str) -> tuple[int | None, bool]:

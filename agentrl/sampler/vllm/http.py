@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import random
+import weakref
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -62,6 +63,7 @@ class ServerClient:
         # No limit on connections: a pause must get through while every request that is allowed is in flight.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
         self._session = aiohttp.ClientSession(connector=connector, trust_env=False, auto_decompress=True)
+        self._left = weakref.finalize(self, _let_go, self._session)  # also when the interpreter exits
 
     async def wait_ready(self) -> None:
         """The server says that it is healthy.
@@ -86,14 +88,24 @@ class ServerClient:
             await asyncio.sleep(delay)
             delay = min(2 * delay, 1.0)
 
-    async def get(self, path: str, **params: Any) -> Any:
+    async def patient(self, path: str, body: Any, answer_s: float) -> Any:
+        """As `post`; the answer may take `answer_s`, as long as the server is healthy every `timeout_s`."""
+        call = asyncio.ensure_future(self.post(path, body, timeout_s=answer_s))
+        try:
+            while not (await asyncio.wait({call}, timeout=self.timeout_s))[0]:
+                await self._call("GET", "/health", None, {}, min(_HEALTH_S, self.timeout_s))
+            return call.result()
+        finally:
+            call.cancel()
+
+    async def get(self, path: str, *, seconds: float | None = None, **params: Any) -> Any:
         """What the server answers: decoded where it is JSON, else text.
 
         Raises:
             ServerTrouble: It did not answer within `timeout_s`, or with an error of its own.
             ServerRefused: It refused.
         """
-        return await self._call("GET", path, None, params, self.timeout_s)
+        return await self._call("GET", path, None, params, self.timeout_s if seconds is None else seconds)
 
     async def post(
         self, path: str, body: Any = None, *, timeout_s: float | None = None, retry: bool = False, **params: Any
@@ -139,15 +151,12 @@ class ServerClient:
 
     def abandon(self) -> None:
         """Its connections are let go of, from outside of its loop, which is over."""
-        closing = self._session.close()
-        with contextlib.suppress(StopIteration, RuntimeError):
-            closing.send(None)  # all that can be done without the loop is done before it first waits
-        closing.close()
+        self._left()
 
     async def _call(self, method: str, path: str, data: bytes | None, params: dict[str, Any], seconds: float) -> Any:
         """One attempt. Cancelling it closes its connection, at which vLLM drops the request."""
         aiohttp = self._aiohttp
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=min(30.0, seconds), sock_read=seconds)
+        timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=min(30.0, seconds), sock_read=seconds)
         headers = None if data is None else {"content-type": "application/json"}
         query = {name: str(value).lower() if isinstance(value, bool) else value for name, value in params.items()}
         try:
@@ -170,6 +179,15 @@ class ServerClient:
             return json.loads(raw)
         except ValueError as error:
             raise ServerTrouble(f"{path}: the answer is no JSON ({len(raw)} bytes: {_said(raw)})") from error
+
+
+def _let_go(session: Any) -> None:
+    if session.closed:
+        return
+    closing = session.close()
+    with contextlib.suppress(StopIteration, RuntimeError):
+        closing.send(None)  # all that can be done without the loop is done before it first waits
+    closing.close()
 
 
 def _said(raw: bytes) -> str:

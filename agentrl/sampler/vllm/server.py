@@ -16,6 +16,7 @@ from agentrl.sampler.vllm.wire import Drawing
 from agentrl.types import SampleOutput, SampleRequest, VersionSpan
 
 _GENERATE = "/inference/v1/generate"
+_METRICS_S = 2.0
 _FIRST = "default"  # what vLLM calls the weights that it was started with
 
 
@@ -24,7 +25,8 @@ class ServerOptions:
     """Where the server is, and how it is asked."""
 
     base_url: str  # as "http://127.0.0.1:8000"
-    timeout_s: float = 240.0  # for getting ready, for each answer, and for how long a failing request is tried again
+    timeout_s: float = 240.0  # for getting ready, for how long a failing request is tried again, for a sign of life
+    answer_s: float = 1800.0  # for a turn, as long as the server is alive: it may wait behind many others
     max_connections: int = 512  # requests in flight at a time; more wait here
     model: str | None = None  # served name; None: the one that it serves
     drawing: Drawing = field(default_factory=Drawing)
@@ -160,7 +162,7 @@ class VLLMServerSampler:
         Raises:
             SamplerError: It did not answer.
         """
-        return read_load(await self.client.get("/metrics"))
+        return read_load(await self.client.get("/metrics", seconds=_METRICS_S))
 
     # --- the gate ---
     def hold(self) -> None:
@@ -217,7 +219,8 @@ class VLLMServerSampler:
         await self._gate.passed()
         breaks, opened, adapter, version = self._gate.breaks, self._opened, self._adapter, self.version
         try:
-            answer = await client.post(_GENERATE, {**body, "model": adapter or self.facts.model})
+            sent = {**body, "model": adapter or self.facts.model}
+            answer = await client.patient(_GENERATE, sent, self.options.answer_s)
         except ServerRefused as error:
             if adapter is not None and error.status == 404:  # a server that was restarted has no adapters
                 await self._restarted(opened)
@@ -225,11 +228,23 @@ class VLLMServerSampler:
         if self._gate.breaks != breaks:
             raise SamplerError(self._gate.why or "The weights in the vLLM server changed in an unknown way meanwhile.")
         try:
+            if adapter is not None:
+                self._check_base(answer)
             spans = () if adapter is not None else await self._spans(answer, opened)
             raw = wire.read_json(answer, spans=spans, tops=body["sampling_params"]["logprobs"] > 0)
         except wire.BadAnswer as error:
             raise ServerTrouble(f"{_GENERATE}: the answer cannot be read ({error})") from error
         return wire.read_output(raw, request, drawing, version)
+
+    def _check_base(self, answer: Any) -> None:
+        """The weights under the adapter are those that the server was started with."""
+        choice = answer["choices"][0] if isinstance(answer, dict) and answer.get("choices") else {}
+        names = {str(span.get("version")) for span in choice.get("weight_versions") or ()}
+        if names - {_FIRST}:
+            raise RunStopped(
+                f"Another run sends its weights to the vLLM server at {self.options.base_url}, under the adapter of "
+                "this one: give each run a server of its own."
+            )
 
     async def _spans(self, answer: Any, opened: int) -> tuple[VersionSpan, ...]:
         """Which published weights drew the answer; empty before any were published."""

@@ -106,6 +106,8 @@ def sampling_params(request: SampleRequest, drawing: Drawing) -> dict[str, Any]:
     params = effective(request.params, drawing)
     _check(params, drawing)
     fields: dict[str, Any] = dict(drawing.extra)
+    if isinstance(bias := fields.get("logit_bias"), Mapping):  # JSON has names only
+        fields["logit_bias"] = {int(token): value for token, value in bias.items()}
     fields.update(
         max_tokens=request.max_tokens,
         temperature=params.temperature,
