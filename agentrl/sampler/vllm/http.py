@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import random
 import weakref
 from collections.abc import Awaitable, Callable
@@ -13,9 +14,11 @@ from typing import Any, TypeVar
 from agentrl.errors import ConfigurationError, MissingDependency, RunStopped, SamplerError
 
 _T = TypeVar("_T")
+log = logging.getLogger(__name__)
 _AGAIN = frozenset({408, 425, 429})  # beside all of 5xx
 _KEEP_ALIVE_S = 3.0  # vLLM closes idle connections after 5; one that is reused at that moment is a failed request
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.1, 5.0
+_SILENT_S = 5.0  # after which it is said that a server is waited for
 _HEALTH_S = 10.0  # for one answer of /health
 _PLAIN = ("/health", "/metrics", "/version", "/v1/models", "/v1/completions")  # routes that every server has
 
@@ -71,7 +74,8 @@ class ServerClient:
         Raises:
             ConnectionError: It did not within `timeout_s`; the message holds what it said last.
         """
-        end = self.loop.time() + self.timeout_s
+        began, said = self.loop.time(), False
+        end = began + self.timeout_s
         delay = _FIRST_DELAY_S
         while True:
             left = max(0.05, end - self.loop.time())
@@ -80,6 +84,9 @@ class ServerClient:
                 return
             except (ServerTrouble, ServerRefused) as error:
                 last = error
+            if not said and self.loop.time() > began + _SILENT_S:
+                said = True
+                log.warning("Waiting up to %g s for a vLLM server at %s (%s).", self.timeout_s, self.base_url, last)
             if self.loop.time() + delay > end:
                 raise ConnectionError(
                     f"No vLLM server was ready at {self.base_url} within {self.timeout_s:g} s ({last}). Start one "
