@@ -240,6 +240,7 @@ PARENT = """
 import os, signal, sys, threading, time
 from pathlib import Path
 from agentrl.sampler.vllm.launch import launch
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, the tests' processes would ignore it
 made = []
 def begin():
     made.append(launch(lambda port: [sys.executable, {stand_in!r}, "quick", str(port)], host="127.0.0.1", port=None,

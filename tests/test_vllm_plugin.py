@@ -26,7 +26,7 @@ def test_without_vllm_the_plugin_does_nothing_and_the_sampler_says_what_to_insta
 
         assert plugin.ENGINE in WeightTransferEngineFactory._registry
         return
-    with pytest.raises(MissingDependency, match=r"needs the package 'vllm'.*\[vllm\]"):
+    with pytest.raises(MissingDependency, match=r"needs the package 'vllm'.*\[vllm(-cpu)?\]"):
         VLLMSampler(ColocateOptions("some/model"))
     with pytest.raises(MissingDependency):  # and nothing is left open by the first failure
         VLLMSampler(ColocateOptions("some/model"))
