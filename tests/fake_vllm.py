@@ -57,6 +57,8 @@ class FakeVLLM:
                     "return_sampling_mask": False,
                 },
                 "cache_config": {"block_size": 32},
+                "device_config": {"device": "cpu"},
+                "scheduler_config": {"enable_chunked_prefill": False},
                 "weight_transfer_config": {"backend": "agentrl"},
                 "lora_config": None,
             },

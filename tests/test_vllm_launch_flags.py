@@ -23,7 +23,7 @@ def test_the_command_on_a_gpu():
 def test_the_command_on_a_cpu():
     said = words(cpu=True, memory=5, lora_rank=4, max_loras=3)
     assert '{"backend": "agentrl"} --enable-lora --max-lora-rank 8 --max-loras 3 ' in said
-    assert said.endswith("--enforce-eager --block-size 32 --kv-cache-memory-bytes 5")
+    assert said.endswith("--enforce-eager --block-size 32 --no-enable-chunked-prefill --kv-cache-memory-bytes 5")
     assert "kv-cache" not in words(cpu=True)
 
 

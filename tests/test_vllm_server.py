@@ -135,6 +135,7 @@ def test_a_proxy_of_the_environment_is_not_used(fake: FakeVLLM, monkeypatch: pyt
         ("weight_transfer_config", "backend", None, r"""--weight-transfer-config '{"backend": "agentrl"}'"""),
         ("model_config", "logprobs_mode", "raw_logprobs", "--logprobs-mode processed_logprobs"),
         ("model_config", "max_logprobs", 20, "--max-logprobs -1"),
+        ("scheduler_config", "enable_chunked_prefill", True, "--no-enable-chunked-prefill"),
     ],
 )
 def test_a_flag_that_is_missing_is_named(fake: FakeVLLM, where: str | None, name: str, value: Any, said: str) -> None:
@@ -150,6 +151,18 @@ def test_a_flag_that_is_missing_is_named(fake: FakeVLLM, where: str | None, name
             await sampler.start(VOCABULARY, log_probs=21)
         assert said in str(caught.value) and str(caught.value).count(". ") == 0
         await sampler.close()
+
+    asyncio.run(main())
+
+
+def test_a_gpu_may_feed_prompts_in_parts(fake: FakeVLLM) -> None:
+    assert fake.info is not None
+    fake.info["vllm_config"]["scheduler_config"]["enable_chunked_prefill"] = True
+    fake.info["vllm_config"]["device_config"]["device"] = "cuda"
+
+    async def main() -> None:
+        async with started(fake) as sampler:
+            assert not sampler.facts.feeds_in_parts
 
     asyncio.run(main())
 

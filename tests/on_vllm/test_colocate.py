@@ -271,6 +271,17 @@ def test_more_turns_than_sequences_and_than_the_cache_holds(folder: Path, alone:
         assert reference.difference(r.prompt_ids or [], output, SamplingParams()) <= TOLERANCE
 
 
+def test_more_prompt_tokens_than_a_step_feeds(sampler: VLLMSampler, reference: Reference) -> None:
+    """vLLM for CPUs dies of a turn with a seed whose prompt it feeds in parts."""
+    asked = [request([7 + i] * 900, seed=(i,), conversation=str(i), max_tokens=4) for i in range(6)]
+
+    async def play() -> list[Any]:
+        return await asyncio.gather(*map(sampler.sample, asked))
+
+    for one, output in zip(asked, asyncio.run(play()), strict=True):
+        assert reference.difference(one.prompt_ids or [], output, one.params) <= vllm_kit.TOLERANCE
+
+
 def test_successive_loops_may_use_it(sampler: VLLMSampler) -> None:
     loop = asyncio.new_event_loop()
     task = loop.create_task(sampler.sample(request(PROMPTS[0], max_tokens=900)))

@@ -230,6 +230,19 @@ def test_cancelling_turns_frees_the_engine(server: Server) -> None:
     asyncio.run(main())
 
 
+def test_more_prompt_tokens_than_a_step_feeds(server: Server, reference: Reference) -> None:
+    """vLLM for CPUs dies of a turn with a seed whose prompt it feeds in parts."""
+    asked = [request([7 + i] * 900, seed=(i,), conversation=str(i), max_tokens=4) for i in range(6)]
+
+    async def main() -> None:
+        async with started(server) as sampler:
+            assert not sampler.facts.feeds_in_parts
+            for one, output in zip(asked, await asyncio.gather(*map(sampler.sample, asked)), strict=True):
+                assert reference.difference(one.prompt_ids or [], output, one.params) <= TOLERANCE
+
+    asyncio.run(main())
+
+
 def test_512_turns_in_flight(server: Server) -> None:
     outputs = drawn(server, *(request(PROMPT, max_tokens=4, seed=(3, i)) for i in range(512)))
     assert all(len(output.ids or ()) == 4 for output in outputs)

@@ -123,6 +123,7 @@ def plain_flags(folder: Path, port: int) -> list[str]:
         "--model", str(folder), "--host", "127.0.0.1", "--port", str(port), "--served-model-name", "policy",
         "--dtype", "float32", "--enforce-eager", "--max-model-len", str(CONTEXT), "--max-num-seqs", "16",
         "--kv-cache-memory-bytes", "268435456", "--block-size", "32", "--enable-scale-out",
+        "--no-enable-chunked-prefill",
         "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1",
     ]  # fmt: skip
 

@@ -217,7 +217,8 @@ def _arguments(options: ColocateOptions, group: Group, *, cpu: bool) -> dict[str
     if group.size > 1:
         arguments["distributed_executor_backend"] = "external_launcher"
     if cpu:
-        arguments |= dict(enforce_eager=True, block_size=BLOCK_SIZE)
+        # Prompts are fed whole: vLLM dies of a part of one whose turn has a seed (a CPU's generator has no offset).
+        arguments |= dict(enforce_eager=True, block_size=BLOCK_SIZE, enable_chunked_prefill=False)
         if "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
             arguments["kv_cache_memory_bytes"] = _cache_bytes(arguments, options)
     return arguments

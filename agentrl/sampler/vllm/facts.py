@@ -8,6 +8,7 @@ from typing import Any
 
 from agentrl.errors import ConfigurationError
 from agentrl.sampler.vllm.http import ServerClient, ServerRefused
+from agentrl.sampler.vllm.launch_flags import WHOLE_PROMPTS
 
 _NO_ID = 2**31 - 1  # larger than any vocabulary
 
@@ -30,6 +31,7 @@ class ServerFacts:
     weight_backend: str | None = None
     lora: tuple[int, int] | None = None  # max_rank, max_loras
     lora_updates: bool = False  # adapters can be loaded while it runs
+    feeds_in_parts: bool = False  # on a CPU, where vLLM dies of it once requests have seeds
     block_size: int | None = None  # tokens of one cache block
     world_size: int = 1  # devices that hold weights
 
@@ -99,6 +101,8 @@ def check_facts(
         raise missing("does not let its weights be changed", "VLLM_SERVER_DEV_MODE=1 in its environment")
     if weights and facts.weight_backend is None and facts.lora is None:
         raise missing("has no way to receive weights", """--weight-transfer-config '{"backend": "agentrl"}'""")
+    if facts.feeds_in_parts:
+        raise missing("runs on a CPU and feeds prompts in parts, of which it dies if turns have seeds", WHOLE_PROMPTS)
     if facts.logprobs_mode not in (None, "processed_logprobs"):
         raise missing(
             f"returns {facts.logprobs_mode}, which are not of the distribution that it draws from",
@@ -168,6 +172,8 @@ def _settings(info: dict[str, Any]) -> dict[str, Any]:
         "weight_backend": transfer.get("backend"),
         "lora": (int(lora["max_lora_rank"]), int(lora["max_loras"])) if lora else None,
         "lora_updates": str(updates).lower() in ("1", "true"),
+        "feeds_in_parts": str((config.get("device_config") or {}).get("device")) == "cpu"
+        and bool((config.get("scheduler_config") or {}).get("enable_chunked_prefill")),
         "block_size": (config.get("cache_config") or {}).get("block_size"),
     }
 

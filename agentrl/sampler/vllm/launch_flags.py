@@ -58,6 +58,10 @@ class ServerFlags:
                 raise ConfigurationError(f"{name} cannot be passed on to vLLM: {OWNED[name]}.")
 
 
+WHOLE_PROMPTS = "--no-enable-chunked-prefill"
+"""On a CPU vLLM 0.32 dies of a request with a seed whose prompt is fed in parts (the generator has no offset)."""
+
+
 def command(flags: ServerFlags, host: str, port: int, *, cpu: bool, memory: int) -> list[str]:
     """The words that start the server. `memory` is what the key-value cache may take on a CPU, in bytes (0: unsaid)."""
     # The command `vllm` dies in the CPU build, whose distribution has another name.
@@ -74,7 +78,7 @@ def command(flags: ServerFlags, host: str, port: int, *, cpu: bool, memory: int)
         words += ["--enable-lora", "--max-lora-rank", str(lora_rank(flags.lora_rank))]
         words += ["--max-loras", str(flags.max_loras)]
     if cpu:  # small blocks: what conversations share is found in finer steps
-        words += ["--enforce-eager", "--block-size", "32"]
+        words += ["--enforce-eager", "--block-size", "32", WHOLE_PROMPTS]
         words += ["--kv-cache-memory-bytes", str(memory)] if memory else []
     return [*words, *flags.extra]
 
