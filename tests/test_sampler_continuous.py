@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from test_sampler_transformers import CACHED, UNCACHED, V, ask, play, tiny, worst_gap
+from test_sampler_transformers import CACHED, UNCACHED, V, ask, disturbed, play, tiny, unlike_rows, worst_gap
 
 from agentrl.errors import ConfigurationError, SamplerError
 from agentrl.sampler.continuous import ContinuousSampler
 from agentrl.sampler.transformers import TransformersSampler
-from agentrl.types import SampleOutput, SampleRequest, SamplingParams
+from agentrl.types import SampleOutput, SampleRequest
 
 SMALL = {"page_size": 8, "max_batch_tokens": 64, "num_blocks": 64}
 PAGED = [case for case in CACHED if case[0] != "Gemma2Config"]
@@ -108,14 +108,7 @@ def test_a_turn_in_flight_goes_on_after_publish_or_reset(way: str, inline: float
     sampler = ContinuousSampler(model, config=SMALL)
     sampler.inline_below_s = inline
 
-    async def run() -> SampleOutput:
-        turn = asyncio.create_task(sampler.sample(ask([5, 6], max_tokens=60)))
-        while sampler.decoded_tokens < 12:
-            await asyncio.sleep(0)
-        sampler.publish(7) if way == "publish" else sampler.reset()
-        return await turn
-
-    output = asyncio.run(run())
+    output = asyncio.run(disturbed(sampler, way, 60, lambda: sampler.decoded_tokens >= 12))
     assert output.ids == wanted  # the weights are the same, so the tokens are
     assert output.version == 0
     assert sampler.prefilled_tokens > 12  # fed again, with what was drawn
@@ -152,13 +145,7 @@ def test_long_prompts_are_fed_in_parts() -> None:
 
 def test_candidates_top_log_probs_and_stops_of_unlike_rows_in_one_batch() -> None:
     model = tiny()
-    narrow, cold = SamplingParams(top_k=4, top_p=0.9), SamplingParams(temperature=0.3, repetition_penalty=1.3)
-    first = one(TransformersSampler(model), ask([5, 6], max_tokens=12)).ids or []
-    requests = [
-        ask([5, 6], name="a", max_tokens=12, stop=(first[3],)),
-        ask([7] * 20, name="b", seed=(2,), max_tokens=3, params=narrow),
-        dataclasses.replace(ask([9], name="c", seed=(3,), max_tokens=9, params=cold), num_sampler_logprobs=3),
-    ]
+    requests = unlike_rows(model)
 
     async def run(sampler: Any) -> list[SampleOutput]:
         return await asyncio.gather(*[sampler.sample(request) for request in requests])

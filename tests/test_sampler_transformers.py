@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import random
 import warnings
 from collections.abc import Callable
@@ -304,20 +305,33 @@ def test_soft_capped_attention_is_not_sampled_with_sdpa() -> None:
     assert worst_gap(model, played) < 2e-5
 
 
+async def disturbed(sampler: Any, way: str, max_tokens: int, begun: Callable[[], bool]) -> SampleOutput:
+    """A turn that new weights (or a reset) met once it had begun."""
+    turn = asyncio.create_task(sampler.sample(ask([5, 6], max_tokens=max_tokens)))
+    while not begun():
+        await asyncio.sleep(0)
+    sampler.publish(7) if way == "publish" else sampler.reset()
+    return await turn
+
+
+def unlike_rows(model: Any) -> list[SampleRequest]:
+    """Turns with stop ids, candidates, most likely ids and lengths of their own."""
+    narrow, cold = SamplingParams(top_k=4, top_p=0.9), SamplingParams(temperature=0.3, repetition_penalty=1.3)
+    first = asyncio.run(TransformersSampler(model).sample(ask([5, 6], max_tokens=12))).ids or []
+    return [
+        ask([5, 6], name="a", max_tokens=12, stop=(first[3],)),
+        ask([7] * 20, name="b", seed=(2,), max_tokens=3, params=narrow),
+        dataclasses.replace(ask([9], name="c", seed=(3,), max_tokens=9, params=cold), num_sampler_logprobs=3),
+    ]
+
+
 @pytest.mark.parametrize("way", ["publish", "reset"])
 def test_a_turn_in_flight_goes_on_after_publish_or_reset(way: str) -> None:
     model = tiny()
     sampler = TransformersSampler(model)
     wanted = asyncio.run(TransformersSampler(model).sample(ask([5, 6], max_tokens=40))).ids
 
-    async def run() -> SampleOutput:
-        turn = asyncio.create_task(sampler.sample(ask([5, 6], max_tokens=40)))
-        while sampler.decoded_tokens < 10:
-            await asyncio.sleep(0)
-        sampler.publish(7) if way == "publish" else sampler.reset()
-        return await turn
-
-    output = asyncio.run(run())
+    output = asyncio.run(disturbed(sampler, way, 40, lambda: sampler.decoded_tokens >= 10))
     assert output.ids == wanted  # the weights are the same, so the tokens are
     assert output.version == 0
 

@@ -51,10 +51,9 @@ def server(
     except BaseException:
         PolicySampler(None, None, False, model, closers=closers).close()
         raise
-    contexts = [n for n in (setup.context_length(model), facts.max_model_len) if n is not None]
     check = _first_check(model, sampler, drawn, loop, accelerator, {facts.dtype, engine_dtype(model, args)})
     return PolicySampler(
-        sampler, min(contexts, default=None), False, model, sync, closers, check=check,
+        sampler, _context(model, facts.max_model_len), False, model, sync, closers, check=check,
         first_error=sync.ranks.first_error,
     )  # fmt: skip
 
@@ -156,13 +155,18 @@ def colocate(
     except BaseException:
         PolicySampler(None, None, False, model, closers=closers).close()
         raise
-    contexts = [n for n in (setup.context_length(model), sampler.max_model_len) if n is not None]
     check = _first_check(model, sampler, drawn, loop, accelerator, {options.dtype})
     ranks = args.vllm_tensor_parallel_size
     return PolicySampler(
-        sampler, min(contexts, default=None), False, model, sync, closers, args.vllm_enable_sleep_mode, check,
-        sync.ranks.first_error, ranks, accelerator.process_index % ranks,
+        sampler, _context(model, sampler.max_model_len), False, model, sync, closers, args.vllm_enable_sleep_mode,
+        check, sync.ranks.first_error, ranks, accelerator.process_index % ranks,
     )  # fmt: skip
+
+
+def _context(model: Any, served: int) -> int:
+    """Tokens that both the model and the engine can see."""
+    own = setup.context_length(model)
+    return served if own is None else min(own, served)
 
 
 def _first_check(
